@@ -121,6 +121,36 @@ class TestPolicy(GlooTest):
         if rest < 8:
             self.assertLess(slower * sum(found), 0.01 * steps)
 
+    @parametrize("online", [False, True])
+    @parametrize("slower", [False, True])
+    def test_a_trial_ends_after_four_steps(self, online, slower):
+        moe, placement, layer = self.layer(every=12, online=online)
+
+        def between(step):
+            layer.copy_cost = 1.0  # The loads changed, and by them it would pay.
+            return 0.0
+
+        sums = []
+        with mock.patch.object(
+            loads.LoadStats, "update", autospec=True, side_effect=loads.LoadStats.update
+        ) as update:
+
+            def seconds(copies):
+                sums.append(update.call_count)
+                return 2.0 - copies + 1.06 * slower * copies
+
+            found = self.run_steps(moe, placement, seconds, 60, between)
+        tries = [i for i, copies in enumerate(found) if copies]
+        # 3 % slower: three windows at home, of which the trial has the begin of the first one.
+        # Loads are summed when a plan is made.
+        if slower:
+            self.assertEqual(tries, [*range(12, 16), *range(48, 52)])
+        else:
+            self.assertEqual(tries, [*range(12, 60)])
+        plans = [i for i, (a, b) in enumerate(zip(sums, sums[1:])) if a != b]
+        expected = [11, 47] if slower else [11, 23, 35, 47]
+        self.assertEqual(plans, [] if online else expected)
+
     def test_windows_without_every(self):
         # Windows are eight steps at home and four steps of a trial.
         moe, placement, layer = self.layer(every=None, online=True)

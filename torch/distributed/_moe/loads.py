@@ -173,7 +173,7 @@ class StepTimes:
         self._seconds: list[float] = []  # of the steps of this window
         self._at_home: float | None = None
         self._rest = 0  # windows
-        self._fresh = False  # whether the window before this one was at home
+        self.fresh = False  # whether the window before this one was at home
 
     def begin(self) -> None:
         """Begins a step, unless it has begun; time between steps does not count."""
@@ -187,11 +187,11 @@ class StepTimes:
             self._seconds.append(now - (self._begun or self._since))
         self._begun, self._since = None, now
 
-    def slower(self, copies: bool, group: ProcessGroup) -> tuple[bool, bool]:
+    def slower(self, group: ProcessGroup | None) -> tuple[bool, bool]:
         """Ends the window. If it had copies, sums its median step and that at home over ranks.
 
         Args:
-            copies (bool): whether steps of the window had copies.
+            group (ProcessGroup, optional): those ranks; None if it had no copies.
 
         Returns:
             (bool, bool): whether the next window is at home; and whether this one was slower than
@@ -202,9 +202,9 @@ class StepTimes:
             self._rest -= 1
             return True, False
         if not steps:  # The first step of a process is not typical.
-            return copies, False
-        if not copies:
-            self._at_home, self._rest, self._fresh = median(steps), 0, True
+            return group is not None, False
+        if group is None:
+            self._at_home, self._rest, self.fresh = median(steps), 0, True
             return False, False
         if self._at_home is None:
             return True, False
@@ -212,7 +212,7 @@ class StepTimes:
         times = torch.tensor([median(steps), self._at_home], device=device)
         dist.all_reduce(times, group=group)
         took, at_home = times.tolist()
-        fresh, self._fresh = self._fresh, False
+        fresh, self.fresh = self.fresh, False
         if took <= at_home:
             return False, False
         self._rest = min(math.ceil((took / at_home - 1) / _MAX_LOSS), _LONGEST_REST)

@@ -10,7 +10,6 @@ from weakref import ref, WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn, Tensor
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed._moe.loads import LoadStats, StepTimes
 from torch.distributed._moe.plan import Plan, Topology
 from torch.distributed.tensor.parallel._expert_placed_layer import PlacedLayer
@@ -26,8 +25,7 @@ __all__ = ["ExpertPlacement"]
 
 # Plans compared by average loads.
 _TRIES = 3
-# Steps whose times are compared without ``every``: at home, and in a trial of copies, which may
-# be slower.
+# Steps whose times are compared without ``every``; in a trial of copies, which may be slower.
 _WINDOW, _TRIAL = 8, 4
 
 
@@ -153,7 +151,8 @@ class ExpertPlacement:
         return [layer.plan.slot_experts for layer in self.layers]
 
     def imbalance(self) -> list[float]:
-        """Heaviest over mean rank load of each layer, by its average loads or its last online plan."""
+        """Heaviest over mean rank load of each layer, by its average loads or its last online plan,
+        which are not renewed while experts rest at home."""
         if self.online:
             plans = [layer.last_plan for layer in self.layers]
             return [p.imbalance(p.quotas.sum(1)) for p in plans if p is not None]
@@ -168,29 +167,29 @@ class ExpertPlacement:
         """
         self._steps += 1
         self.forget()
-        window = self.every
-        if self.online:
-            for layer in () if self._rests else self.layers:
+        if self.online and not self._rests:
+            for layer in self.layers:
                 layer.step()
-            window = window or (_WINDOW if self._rests else _TRIAL)
+        at = self._steps % (self.every or _WINDOW)
         if self._times is not None:
             self._times.tick()
-        if window is None or self._steps % window:
-            return
-        if self._times is not None:
-            self._compare(self._times)
-        if self._stats is not None:
+            if at in (0, _TRIAL):
+                self._compare(self._times, trial=at != 0)
+        if self.every and not at and not self._rests and self._stats is not None:
             before = self.loads
             self.loads, latest = self._stats.update()
             self._plan(before, latest)
 
-    def _compare(self, times: StepTimes) -> None:
-        """Stays at home after a window that was slower with copies."""
+    def _compare(self, times: StepTimes, trial: bool) -> None:
+        """Goes home after a window or a trial that was slower with copies."""
         tried = [layer for layer in self.layers if layer.tried is not None]
-        group = c10d._resolve_process_group(self.layers[0].group_name)
-        self._rests, raises = times.slower(bool(tried), group)
+        if trial and not (tried and times.fresh):
+            return
+        self._rests, raises = times.slower(tried[0].exchange.group if tried else None)
         for layer in tried:
-            plan, layer.tried = cast(Plan, layer.tried), None
+            plan = cast(Plan, layer.tried)
+            if self._rests or self.online:
+                layer.use(layer.home)
             if raises:
                 # A copy must gain at least twice as much next time.
                 counts = plan.quotas.sum(1)
@@ -210,7 +209,7 @@ class ExpertPlacement:
         if self.loads is None or self.online:
             return
         for i, layer in enumerate(self.layers):
-            found = layer.home if self._rests else layer.planned(self.loads[i], _TRIES)
+            found = layer.planned(self.loads[i], _TRIES)
             if before is not None and latest is not None and found is not layer.home:
                 tried = layer.plan if layer.moves else layer.planned(before[i], _TRIES)
                 price = layer.copy_cost or 0.0
