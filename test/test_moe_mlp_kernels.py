@@ -208,7 +208,9 @@ class TestMoeMlpKernels(TestCase):
         "shape",
         [(200, 70, 45), (70, 2100, 24), (700, 40, 24)]
         # With few rows, the kernel reads these weights in place instead of packing them.
-        + [(200, 96, 64), (70, 1056, 32), (60, 208, 176)],
+        + [(200, 96, 64), (70, 1056, 32), (60, 208, 176)]
+        # Many rows of these sizes are copied apart.
+        + [(60, 512, 1024)],
     )
     @parametrize("transposed", [False, True])
     def test_other_tokens(self, dtype, shape, transposed):

@@ -427,6 +427,15 @@ class ExpertGemm {
       row_length_ = Weights::kPacks && !in_place_ ? std::min(row_size_, depth_) : row_size_;
       threads = std::clamp<int64_t>(limit / reserve(rows).bytes(), 1, threads);
     }
+    if constexpr (requires { Micro::spread_rows(weights, row_size_); }) {
+      const int64_t length = Micro::spread_rows(weights, row_size_);
+      if (in_place_ && length > row_size_ && rows >= kMinFetchRows &&
+          threads * (reserve(rows).bytes() + rows * length * static_cast<int64_t>(sizeof(operand_t))) <=
+              std::min(kScratchBytes, limit)) {
+        in_place_ = false;
+        row_length_ = length;
+      }
+    }
     work_.emplace(std::move(blocks), panels, threads, kTasksPerThread);
     scratch_ = reserve(rows);
     scratch_.allocate(work_->threads());
@@ -440,7 +449,7 @@ class ExpertGemm {
           const Buffers at{
               scratch_.at<const operand_t*>(thread, 0), scratch_.at<acc_t>(thread, 1),
               scratch_.at<operand_t>(thread, 2), scratch_.at<operand_t>(thread, 3)};
-          if (prepared[thread] != &block && row_length_ == row_size_) {
+          if (prepared[thread] != &block && row_length_ >= row_size_) {
             for (const auto part : c10::irange(weights_.k_parts)) {
               prepare_rows(block, part, 0, weights_.part_depth, part * padded_depth_, at);
             }
@@ -457,7 +466,7 @@ class ExpertGemm {
           if constexpr (Weights::kPacks && requires { Micro::kFewRows; }) {
             auto* tiles = reinterpret_cast<acc_t*>(at.panel);
             constexpr auto size = static_cast<int64_t>(sizeof(operand_t) * kPanelCols / sizeof(acc_t));
-            for (int64_t made = row_length_ == row_size_ ? 1 : 0; made > 0 && col < end;) {
+            for (int64_t made = row_length_ >= row_size_ ? 1 : 0; made > 0 && col < end;) {
               made = Micro::multiply_runs(
                   weights_, block, [&](int64_t p) { return columns_from(col + p * width_); },
                   ceil_div(end - col, width_), at.lines, tiles, size * std::min(padded_depth_, depth_));
@@ -543,7 +552,7 @@ class ExpertGemm {
     if constexpr (requires {
                     Micro::multiply_stored(weights_, block, columns, next, at.lines, at.c);
                   }) {
-      for (int64_t row = 0; row_length_ == row_size_ && row < rows; row += kFinishRows<Micro>) {
+      for (int64_t row = 0; row_length_ >= row_size_ && row < rows; row += kFinishRows<Micro>) {
         const int64_t m = std::min(kFinishRows<Micro>, rows - row);
         const Block part{block.expert, block.begin + row, block.begin + row + m};
         if (!Micro::multiply_stored(weights_, part, columns, next, at.lines + row, at.c)) {
@@ -600,9 +609,9 @@ class ExpertGemm {
   const int64_t width_;
   const int64_t padded_depth_;  // of a part of K
   const int64_t row_size_;      // elements of a row as an operand
-  const bool in_place_;         // rows in memory are operands
+  bool in_place_;               // rows in memory are operands
   const std::vector<operand_t> zeros_;  // the row of padding
-  int64_t row_length_ = row_size_;      // elements of a row packed at a time
+  int64_t row_length_ = row_size_;      // elements of a row packed at a time, or between rows
   int64_t depth_ = Micro::kDepth;       // of a packed panel
   std::optional<WorkList> work_;
   Scratch scratch_;
