@@ -478,10 +478,10 @@ struct DotProducts : NativeRounding {
 // one line after the other, as fast as a sum over memory. Any number of rows is multiplied like
 // this, so a row has the same bits alone and among others.
 struct DotGemm : ThinGemm<BFloat16, DotProducts> {
-  // Elements between rows of `size` elements. Rows and lines of a tile that are multiples of 1 KiB
-  // apart share few sets of L1 and evict each other: a copy of the rows has a cache line between them.
+  // Elements between rows of `size` elements. Rows and lines of a tile that are multiples of 4 KiB
+  // apart share one set of L1 and evict each other: a copy of the rows has a cache line between them.
   static int64_t spread_rows(const WeightSource<BFloat16>& weights, int64_t size) {
-    return weights.view(0, PanelSpan(), 0, 0).k_stride == 1 && size % 512 == 0 ? size + 32 : size;
+    return weights.view(0, PanelSpan(), 0, 0).k_stride == 1 && size % 2048 == 0 ? size + 32 : size;
   }
 
   // See ThinGemm. One or two rows read lines in order, and those of a span go on in the next panel:
