@@ -429,9 +429,9 @@ class ExpertGemm {
     }
     if constexpr (requires { Micro::spread_rows(weights, row_size_); }) {
       const int64_t length = Micro::spread_rows(weights, row_size_);
+      const int64_t bytes = rows * length * static_cast<int64_t>(sizeof(operand_t));
       if (in_place_ && length > row_size_ && rows >= kMinFetchRows &&
-          threads * (reserve(rows).bytes() + rows * length * static_cast<int64_t>(sizeof(operand_t))) <=
-              std::min(kScratchBytes, limit)) {
+          threads * (reserve(rows).bytes() + bytes) <= limit) {
         in_place_ = false;
         row_length_ = length;
       }
