@@ -141,7 +141,7 @@ class TestPolicy(GlooTest):
 
             found = self.run_steps(moe, placement, seconds, 60, between)
         tries = [i for i, copies in enumerate(found) if copies]
-        # 3 % slower: three windows at home, of which the trial has the begin of the first one.
+        # 3 % slower: three windows at home, of which the trial has the beginning of the first one.
         # Loads are summed when a plan is made.
         if slower:
             self.assertEqual(tries, [*range(12, 16), *range(48, 52)])
