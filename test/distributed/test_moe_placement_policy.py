@@ -141,8 +141,8 @@ class TestPolicy(GlooTest):
 
             found = self.run_steps(moe, placement, seconds, 60, between)
         tries = [i for i, copies in enumerate(found) if copies]
-        # 3 % slower: three windows at home, of which the trial has the beginning of the first one.
-        # Loads are summed when a plan is made.
+        # 3 % slower: three windows of rest, counted from the end of the trial. Loads are summed when a
+        # plan is made.
         if slower:
             self.assertEqual(tries, [*range(12, 16), *range(48, 52)])
         else:
@@ -150,6 +150,14 @@ class TestPolicy(GlooTest):
         plans = [i for i, (a, b) in enumerate(zip(sums, sums[1:])) if a != b]
         expected = [11, 47] if slower else [11, 23, 35, 47]
         self.assertEqual(plans, [] if online else expected)
+
+    @parametrize("online", [False, True])
+    def test_short_windows_are_whole_trials(self, online):
+        # After four of six steps, two noisy ones would be left.
+        moe, placement, layer = self.layer(every=6, online=online)
+        layer.copy_cost = 1.0
+        found = self.run_steps(moe, placement, lambda copies: 1.0 + copies, 24)
+        self.assertEqual([i for i, copies in enumerate(found) if copies], [*range(6, 12)])
 
     def test_windows_without_every(self):
         # Windows are eight steps at home and four steps of a trial.

@@ -164,7 +164,7 @@ _MAX_LOSS, _LONGEST_REST = 0.01, 100
 class StepTimes:
     """Whether steps with copies of experts take longer than steps at home; equal on all ranks.
 
-    Experts stay at home after a slower window until it cost 1 % of the time, 100 windows at most.
+    Experts rest at home after slower steps until these cost 1 % of the time, 100 windows at most.
     """
 
     def __init__(self) -> None:
@@ -191,7 +191,7 @@ class StepTimes:
         """Ends the window. If it had copies, sums its median step and that at home over ranks.
 
         Args:
-            group (ProcessGroup, optional): those ranks; None if it had no copies.
+            group (ProcessGroup, optional): ranks to sum over; None if it had no copies.
 
         Returns:
             (bool, bool): whether the next window is at home; and whether this one was slower than

@@ -25,7 +25,7 @@ __all__ = ["ExpertPlacement"]
 
 # Plans compared by average loads.
 _TRIES = 3
-# Steps whose times are compared without ``every``; in a trial of copies, which may be slower.
+# Steps whose times are compared without ``every``; in a trial of copies, if it leaves as many.
 _WINDOW, _TRIAL = 8, 4
 
 
@@ -151,8 +151,8 @@ class ExpertPlacement:
         return [layer.plan.slot_experts for layer in self.layers]
 
     def imbalance(self) -> list[float]:
-        """Heaviest over mean rank load of each layer, by its average loads or its last online plan,
-        which are not renewed while experts rest at home."""
+        """Heaviest over mean rank load of each layer, by its average loads or its online plan, as of
+        the last time it planned."""
         if self.online:
             plans = [layer.last_plan for layer in self.layers]
             return [p.imbalance(p.quotas.sum(1)) for p in plans if p is not None]
@@ -170,10 +170,11 @@ class ExpertPlacement:
         if self.online and not self._rests:
             for layer in self.layers:
                 layer.step()
-        at = self._steps % (self.every or _WINDOW)
+        window = self.every or _WINDOW
+        at = self._steps % window
         if self._times is not None:
             self._times.tick()
-            if at in (0, _TRIAL):
+            if at == 0 or at == _TRIAL <= window // 2:
                 self._compare(self._times, trial=at != 0)
         if self.every and not at and not self._rests and self._stats is not None:
             before = self.loads
