@@ -209,8 +209,8 @@ class TestMoeMlpKernels(TestCase):
         [(200, 70, 45), (70, 2100, 24), (700, 40, 24)]
         # With few rows, the kernel reads these weights in place instead of packing them.
         + [(200, 96, 64), (70, 1056, 32), (60, 208, 176)]
-        # Many rows of 2048 elements are copied apart.
-        + [(60, 2048, 40), (60, 40, 2048)],
+        # Many rows of 2048 elements are kept apart; longer ones are read a part at a time.
+        + [(60, 2048, 40), (60, 40, 2048), (60, 2882, 40), (60, 40, 4096)],
     )
     @parametrize("transposed", [False, True])
     def test_other_tokens(self, dtype, shape, transposed):

@@ -404,6 +404,12 @@ class ExpertGemm {
         round_up(std::clamp<int64_t>(routing.most_rows, 1, kMaxBlockRows), Micro::kTileRows);
     auto blocks = make_blocks(routing.experts, rows, Micro::kTileRows);
     const auto tasks = [&] { return static_cast<int64_t>(blocks.size()) * panels; };
+    bool spreads = false;
+    if constexpr (requires { Micro::spreads_rows(weights, source.ld); }) {
+      spreads = in_place_ && rows >= kMinFetchRows && Micro::spreads_rows(weights, source.ld);
+      in_place_ = in_place_ && !spreads;
+      row_length_ += spreads ? Micro::kRowGap : 0;
+    }
     // Many rows get deep panels, if these take at most half of the scratch.
     if (rows < kMinBlockRows || 2 * threads * reserve(rows).bytes() > kScratchBytes) {
       depth_ = Micro::kMinDepth;
@@ -412,7 +418,7 @@ class ExpertGemm {
     while (rows > least &&
            ((threads > 1 && tasks() < kTasksPerThread * threads) ||
             threads * reserve(rows).bytes() > kScratchBytes ||
-            (!in_place_ && rows * row_size_ > kPackedElements))) {
+            (!in_place_ && std::min(rows, routing.most_rows) * row_size_ > kPackedElements))) {
       rows = std::max(least, round_up(rows / 2, Micro::kTileRows));
       blocks = make_blocks(routing.experts, rows, Micro::kTileRows);
     }
@@ -423,18 +429,13 @@ class ExpertGemm {
     const int64_t limit = scratch_limit(
         (source_rows * row_size_ + (routing.last_row + routing.tokens) * cols) *
         static_cast<int64_t>(sizeof(scalar_t)));
+    if (spreads && 2 * threads * reserve(rows).bytes() > limit) {
+      in_place_ = true;
+      row_length_ = row_size_;
+    }
     if (threads > 1 && threads * reserve(rows).bytes() > limit) {
       row_length_ = Weights::kPacks && !in_place_ ? std::min(row_size_, depth_) : row_size_;
       threads = std::clamp<int64_t>(limit / reserve(rows).bytes(), 1, threads);
-    }
-    if constexpr (requires { Micro::spread_rows(weights, row_size_); }) {
-      const int64_t length = Micro::spread_rows(weights, row_size_);
-      const int64_t bytes = rows * length * static_cast<int64_t>(sizeof(operand_t));
-      if (in_place_ && length > row_size_ && rows >= kMinFetchRows &&
-          threads * (reserve(rows).bytes() + bytes) <= limit) {
-        in_place_ = false;
-        row_length_ = length;
-      }
     }
     work_.emplace(std::move(blocks), panels, threads, kTasksPerThread);
     scratch_ = reserve(rows);

@@ -27,7 +27,8 @@ class ForwardPass {
         constants_(spec),
         input_(with_dense_rows(in.input)),
         b_in_(contiguous_or_undefined(in.b_in)),
-        act_(in.input.new_empty({routing_.last_row, layout_.hidden})),
+        act_ld_(spread(layout_.hidden)),
+        act_(in.input.new_empty({routing_.last_row, act_ld_})),
         act_data_(act_.template mutable_data_ptr<scalar_t>()),
         preact_(preact.defined() ? preact.mutable_data_ptr<scalar_t>() : nullptr) {
     if (preact.defined()) {
@@ -55,11 +56,17 @@ class ForwardPass {
             });
     const Tensor b_out = contiguous_or_undefined(in_.b_out);
     project_tokens<scalar_t, Micro>(
-        routing_, RowSource<scalar_t>{act_data_, layout_.hidden}, w_out,
+        routing_, RowSource<scalar_t>{act_data_, act_ld_}, w_out,
         data_or_null<scalar_t>(b_out), /*weighted=*/true, kCombineBytes, output);
   }
 
  private:
+  // Elements between rows: if these were multiples of 4 KiB apart, they would share a set of L1.
+  static int64_t spread(int64_t size) {
+    constexpr auto line = static_cast<int64_t>(64 / sizeof(scalar_t));
+    return size > 0 && size % (64 * line) == 0 ? size + line : size;
+  }
+
   // With two halves the panel is [gate | up], half of kPanelCols each.
   PanelColumns columns_of(int64_t f0, int64_t units) const {
     if (layout_.halves() == 1) {
@@ -87,7 +94,7 @@ class ForwardPass {
   template <typename Act>
   void
   activate_row(int64_t row, int64_t f0, int64_t units, const acc_t* c, const acc_t* bias) const {
-    scalar_t* act = act_data_ + row * layout_.hidden + f0;
+    scalar_t* act = act_data_ + row * act_ld_ + f0;
     scalar_t* h = preact_ == nullptr ? nullptr : preact_ + row * layout_.cols();
     if (routing_.slot(row) < 0) {
       std::fill_n(act, units, scalar_t(0));
@@ -112,7 +119,8 @@ class ForwardPass {
   const int64_t units_;  // hidden units per panel
   const ActivationConstants<Vec> constants_;
   const Tensor input_, b_in_;
-  const Tensor act_;  // (last_row, F)
+  const int64_t act_ld_;
+  const Tensor act_;  // (last_row, act_ld_), of which F are used
   scalar_t* act_data_;
   scalar_t* preact_;  // (R, G*F) or null
   void (ForwardPass::*activate_row_)(int64_t, int64_t, int64_t, const acc_t*, const acc_t*) const =

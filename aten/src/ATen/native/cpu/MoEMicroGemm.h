@@ -16,7 +16,7 @@
 //   round()                    how results become bfloat16
 //   multiply_stored()          a product with weights as they are stored
 //   multiply_runs(), kFewRows  products of few rows with panels side by side
-//   spread_rows()              the distance at which many rows are copied
+//   spreads_rows(), kRowGap    whether many rows are copied, with a gap in between
 // An element is summed over ascending k, in an order independent of the number of
 // rows and threads.
 

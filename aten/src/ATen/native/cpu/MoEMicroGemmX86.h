@@ -478,11 +478,12 @@ struct DotProducts : NativeRounding {
 // one line after the other, as fast as a sum over memory. Any number of rows is multiplied like
 // this, so a row has the same bits alone and among others.
 struct DotGemm : ThinGemm<BFloat16, DotProducts> {
-  // Elements between rows of `size` elements. Rows and lines of a tile that are multiples of 4 KiB
-  // apart share one set of L1 and evict each other: a copy of the rows has a cache line between them.
-  static int64_t spread_rows(const WeightSource<BFloat16>& weights, int64_t size) {
-    return weights.view(0, PanelSpan(), 0, 0).k_stride == 1 && size % 2048 == 0 ? size + 32 : size;
+  // Whether the rows of a block are copied, kRowGap elements apart. Rows and lines of a tile that are
+  // multiples of 4 KiB apart share one set of L1 and evict each other.
+  static bool spreads_rows(const WeightSource<BFloat16>& weights, int64_t ld) {
+    return ld % 2048 == 0 && weights.view(0, PanelSpan(), 0, 0).k_stride == 1;
   }
+  static constexpr int64_t kRowGap = 32;
 
   // See ThinGemm. One or two rows read lines in order, and those of a span go on in the next panel:
   // gate and up in turn, a few lines of each, are read at 0.87 of the speed.
@@ -562,6 +563,17 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
   // a cache line of a page that comes soon, with each line, so that its address is known in time.
   static constexpr int64_t kAhead = 1024, kPageAhead = 4096;
 
+  // Elements of K between visits of a tile, so that its rows stay in L1 while lines come from L2.
+  // Without an L1 of 48 KiB (Zen 4) a product takes twice the cycles, and rows come from L2 in time.
+  static int64_t cut_depth(int64_t depth) {
+    static const int64_t l1 = at::cpu::get_cpu_capabilities().at("l1d_cache_size").toInt();
+    const int64_t most = l1 / 2 / (kTileRows * static_cast<int64_t>(sizeof(BFloat16)));
+    if (l1 < 48 * 1024 || depth <= most + most / 4) {
+      return depth;
+    }
+    return round_up(ceil_div(depth, ceil_div(depth, most)), kStep);
+  }
+
   // Multiplies x by `lines` lines of w. This group of rows fetches its share of those at `next`.
   template <int64_t rows>
   static void multiply_lines(
@@ -573,24 +585,38 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
       const int64_t share = w.n_stride == depth ? ceil_div(kLinesAtOnce, groups) : 0;
       const int64_t first = share * group;
       const int64_t count = std::clamp<int64_t>(kLinesAtOnce - first, 0, share);
-      for (; i + kLinesAtOnce <= lines; i += kLinesAtOnce) {
-        multiply_tile<rows, kLinesAtOnce>(
-            depth, x, w.data + i * w.n_stride, w.n_stride, next + (i + first) * depth, count,
-            accumulate, c + i);
+      const int64_t cut = groups > 1 ? cut_depth(depth) : depth;
+      alignas(64) float open[kPanelCols / kLinesAtOnce][rows * kLinesAtOnce * 16];
+      for (int64_t k = 0; k < depth; k += cut) {
+        const int64_t end = std::min(k + cut, depth);
+        for (i = 0; i + kLinesAtOnce <= lines; i += kLinesAtOnce) {
+          const BFloat16* line = w.data + i * w.n_stride;
+          const BFloat16* ahead = next + (i + first) * depth + k * count;
+          if (cut == depth) {
+            multiply_tile<rows, kLinesAtOnce>(
+                0, depth, x, line, w.n_stride, ahead, count, accumulate, c + i);
+          } else {
+            multiply_tile<rows, kLinesAtOnce, true>(
+                k, end, x, line, w.n_stride, ahead, count, accumulate,
+                end == depth ? c + i : nullptr, open[i / kLinesAtOnce]);
+          }
+        }
       }
     }
     for (; i < lines; ++i) {
       const BFloat16* line = w.data + i * w.n_stride;
       prefetch(line + kPageAhead);
-      multiply_tile<rows, 1>(depth, x, line, 0, line + kAhead, 1, accumulate, c + i);
+      multiply_tile<rows, 1>(0, depth, x, line, 0, line + kAhead, 1, accumulate, c + i);
     }
   }
 
-  // Fetches `fetched` cache lines from `next` on with each vector of K.
-  template <int64_t rows, int64_t lines>
+  // Multiplies [k, end) of K, and fetches `fetched` cache lines from `next` on with each vector. If
+  // this `cuts` K, the lanes of sums are read from `open` for k > 0, and go there if c is null.
+  template <int64_t rows, int64_t lines, bool cuts = false>
   C10_NOINLINE static void multiply_tile(
-      int64_t depth, const BFloat16* const (&x)[rows], const BFloat16* w, int64_t stride,
-      const BFloat16* next, int64_t fetched, bool accumulate, float* c) {
+      int64_t k, int64_t end, const BFloat16* const (&x)[rows], const BFloat16* w, int64_t stride,
+      const BFloat16* next, int64_t fetched, bool accumulate, float* c,
+      [[maybe_unused]] float* open = nullptr) {
     const BFloat16* a[rows];
     std::copy_n(x, rows, a);
     __m512 sums[rows][lines];
@@ -601,16 +627,34 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
         sums[r][j] = _mm512_setzero_ps();
       }
     }
-    int64_t k = 0;
-    for (; k + kStep <= depth; k += kStep) {
+    if (cuts && k > 0) {
+      MOE_UNROLL
+      for (int64_t r = 0; r < rows; ++r) {
+        MOE_UNROLL
+        for (int64_t j = 0; j < lines; ++j) {
+          sums[r][j] = _mm512_load_ps(open + (r * lines + j) * 16);
+        }
+      }
+    }
+    for (; k + kStep <= end; k += kStep) {
       add_products(a, w, stride, k, 0xffff, sums);
       for (int64_t i = 0; i < fetched; ++i, next += kStep) {
         prefetch(next);
       }
     }
-    if (k < depth) {
-      const auto mask = static_cast<__mmask16>((1 << (depth - k) / 2) - 1);
+    if (k < end) {
+      const auto mask = static_cast<__mmask16>((1 << (end - k) / 2) - 1);
       add_products(a, w, stride, k, mask, sums);
+    }
+    if (cuts && c == nullptr) {
+      MOE_UNROLL
+      for (int64_t r = 0; r < rows; ++r) {
+        MOE_UNROLL
+        for (int64_t j = 0; j < lines; ++j) {
+          _mm512_store_ps(open + (r * lines + j) * 16, sums[r][j]);
+        }
+      }
+      return;
     }
     MOE_UNROLL
     for (int64_t r = 0; r < rows; ++r) {
