@@ -559,16 +559,28 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
 
   static constexpr int64_t kStep = 32;  // elements of a vector
   static constexpr int64_t kLinesAtOnce = 4;
-  // For one or two rows, which read lines one after the other: what is fetched with each vector, and
-  // a cache line of a page that comes soon, with each line, so that its address is known in time.
-  static constexpr int64_t kAhead = 1024, kPageAhead = 4096;
+  // A cache line of a page that comes soon is fetched with each line, so that its address is known in
+  // time.
+  static constexpr int64_t kPageAhead = 4096;
 
-  // Elements of K between visits of a tile, so that its rows stay in L1 while lines come from L2.
-  // Without an L1 of 48 KiB (Zen 4) a product takes twice the cycles, and rows come from L2 in time.
+  // Whether this is Zen 5, with 48 KiB of L1 and two products a cycle, rather than Zen 4, with 32 KiB
+  // and one.
+  static bool is_wide() {
+    static const bool is =
+        at::cpu::get_cpu_capabilities().at("l1d_cache_size").toInt() >= 48 * 1024;
+    return is;
+  }
+
+  // How far ahead one or two rows fetch, which read lines one after the other.
+  static int64_t ahead() {
+    return is_wide() ? 4096 : 1024;
+  }
+
+  // Elements of K between visits of a tile, so that its rows stay in L1 while lines come from L2. Zen 4
+  // gets them from L2 in time, and is slower with a cut.
   static int64_t cut_depth(int64_t depth) {
-    static const int64_t l1 = at::cpu::get_cpu_capabilities().at("l1d_cache_size").toInt();
-    const int64_t most = l1 / 2 / (kTileRows * static_cast<int64_t>(sizeof(BFloat16)));
-    if (l1 < 48 * 1024 || depth <= most + most / 4) {
+    constexpr int64_t most = 2048;
+    if (!is_wide() || depth <= most + most / 4) {
       return depth;
     }
     return round_up(ceil_div(depth, ceil_div(depth, most)), kStep);
@@ -591,13 +603,13 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
         const int64_t end = std::min(k + cut, depth);
         for (i = 0; i + kLinesAtOnce <= lines; i += kLinesAtOnce) {
           const BFloat16* line = w.data + i * w.n_stride;
-          const BFloat16* ahead = next + (i + first) * depth + k * count;
+          const BFloat16* soon = next + (i + first) * depth + k * count;
           if (cut == depth) {
             multiply_tile<rows, kLinesAtOnce>(
-                0, depth, x, line, w.n_stride, ahead, count, accumulate, c + i);
+                0, depth, x, line, w.n_stride, soon, count, accumulate, c + i);
           } else {
             multiply_tile<rows, kLinesAtOnce, true>(
-                k, end, x, line, w.n_stride, ahead, count, accumulate,
+                k, end, x, line, w.n_stride, soon, count, accumulate,
                 end == depth ? c + i : nullptr, open[i / kLinesAtOnce]);
           }
         }
@@ -606,7 +618,7 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
     for (; i < lines; ++i) {
       const BFloat16* line = w.data + i * w.n_stride;
       prefetch(line + kPageAhead);
-      multiply_tile<rows, 1>(0, depth, x, line, 0, line + kAhead, 1, accumulate, c + i);
+      multiply_tile<rows, 1>(0, depth, x, line, 0, line + ahead(), 1, accumulate, c + i);
     }
   }
 
