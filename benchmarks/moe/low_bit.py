@@ -67,9 +67,12 @@ class Routing:
 
     def __init__(self, indices: Tensor, weights: Tensor, E: int):
         self.indices, self.weights = indices, weights
-        row_slots, slot_rows, offs, counts = torch._moe_permutation(indices, E)
+        row_slots, slot_rows, offs, self._counts = torch._moe_permutation(indices, E)
         self.rows = (offs, self.weights, row_slots, slot_rows)
-        self.experts = counts.nonzero().flatten().tolist()
+
+    @functools.cached_property
+    def experts(self) -> list[int]:
+        return self._counts.nonzero().flatten().tolist()
 
 
 def run_scaled(x, routing, fmt, pairs, panels: bool, int8: bool = False) -> Tensor:

@@ -598,37 +598,53 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
       const int64_t first = share * group;
       const int64_t count = std::clamp<int64_t>(kLinesAtOnce - first, 0, share);
       const int64_t cut = groups > 1 ? cut_depth(depth) : depth;
-      alignas(64) float open[kPanelCols / kLinesAtOnce][rows * kLinesAtOnce * 16];
-      for (int64_t k = 0; k < depth; k += cut) {
-        const int64_t end = std::min(k + cut, depth);
-        for (i = 0; i + kLinesAtOnce <= lines; i += kLinesAtOnce) {
-          const BFloat16* line = w.data + i * w.n_stride;
-          const BFloat16* soon = next + (i + first) * depth + k * count;
-          if (cut == depth) {
-            multiply_tile<rows, kLinesAtOnce>(
-                0, depth, x, line, w.n_stride, soon, count, accumulate, c + i);
-          } else {
-            multiply_tile<rows, kLinesAtOnce, true>(
-                k, end, x, line, w.n_stride, soon, count, accumulate,
-                end == depth ? c + i : nullptr, open[i / kLinesAtOnce]);
-          }
-        }
+      if (cut < depth) {
+        i = multiply_cut(cut, depth, x, w, lines, next + first * depth, count, accumulate, c);
+      }
+      for (; i + kLinesAtOnce <= lines; i += kLinesAtOnce) {
+        multiply_tile<rows, kLinesAtOnce>(
+            depth, x, w.data + i * w.n_stride, w.n_stride, next + (i + first) * depth, count,
+            accumulate, c + i);
       }
     }
     for (; i < lines; ++i) {
       const BFloat16* line = w.data + i * w.n_stride;
       prefetch(line + kPageAhead);
-      multiply_tile<rows, 1>(0, depth, x, line, 0, line + ahead(), 1, accumulate, c + i);
+      multiply_tile<rows, 1>(depth, x, line, 0, line + ahead(), 1, accumulate, c + i);
     }
   }
 
-  // Multiplies [k, end) of K, and fetches `fetched` cache lines from `next` on with each vector. If
-  // this `cuts` K, the lanes of sums are read from `open` for k > 0, and go there if c is null.
+  // Multiplies x by whole tiles of lines, `cut` elements of K of all before the next ones. The lanes of
+  // sums are kept in between, so that no bit changes. Returns the number of lines.
+  template <int64_t rows>
+  C10_NOINLINE static int64_t multiply_cut(
+      int64_t cut, int64_t depth, const BFloat16* const (&x)[rows], const StridedView<BFloat16>& w,
+      int64_t lines, const BFloat16* next, int64_t fetched, bool accumulate, float* c) {
+    alignas(64) float kept[kPanelCols / kLinesAtOnce][rows * kLinesAtOnce * 16];
+    int64_t i = 0;
+    for (int64_t k = 0; k < depth; k += cut) {
+      const int64_t count = std::min(cut, depth - k);
+      const BFloat16* from[rows];
+      for (const auto r : c10::irange(rows)) {
+        from[r] = x[r] + k;
+      }
+      for (i = 0; i + kLinesAtOnce <= lines; i += kLinesAtOnce) {
+        multiply_tile<rows, kLinesAtOnce, true>(
+            count, from, w.data + i * w.n_stride + k, w.n_stride, next + i * depth + k * fetched,
+            fetched, accumulate, k + count == depth ? c + i : nullptr, kept[i / kLinesAtOnce],
+            k > 0);
+      }
+    }
+    return i;
+  }
+
+  // Fetches `fetched` cache lines from `next` on with each vector of K. If this `cuts` K, the lanes of
+  // sums are those `kept` if it `continues`, and are kept if c is null.
   template <int64_t rows, int64_t lines, bool cuts = false>
   C10_NOINLINE static void multiply_tile(
-      int64_t k, int64_t end, const BFloat16* const (&x)[rows], const BFloat16* w, int64_t stride,
+      int64_t depth, const BFloat16* const (&x)[rows], const BFloat16* w, int64_t stride,
       const BFloat16* next, int64_t fetched, bool accumulate, float* c,
-      [[maybe_unused]] float* open = nullptr) {
+      [[maybe_unused]] float* kept = nullptr, [[maybe_unused]] bool continues = false) {
     const BFloat16* a[rows];
     std::copy_n(x, rows, a);
     __m512 sums[rows][lines];
@@ -639,23 +655,24 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
         sums[r][j] = _mm512_setzero_ps();
       }
     }
-    if (cuts && k > 0) {
+    if (cuts && continues) {
       MOE_UNROLL
       for (int64_t r = 0; r < rows; ++r) {
         MOE_UNROLL
         for (int64_t j = 0; j < lines; ++j) {
-          sums[r][j] = _mm512_load_ps(open + (r * lines + j) * 16);
+          sums[r][j] = _mm512_load_ps(kept + (r * lines + j) * 16);
         }
       }
     }
-    for (; k + kStep <= end; k += kStep) {
+    int64_t k = 0;
+    for (; k + kStep <= depth; k += kStep) {
       add_products(a, w, stride, k, 0xffff, sums);
       for (int64_t i = 0; i < fetched; ++i, next += kStep) {
         prefetch(next);
       }
     }
-    if (k < end) {
-      const auto mask = static_cast<__mmask16>((1 << (end - k) / 2) - 1);
+    if (k < depth) {
+      const auto mask = static_cast<__mmask16>((1 << (depth - k) / 2) - 1);
       add_products(a, w, stride, k, mask, sums);
     }
     if (cuts && c == nullptr) {
@@ -663,7 +680,7 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
       for (int64_t r = 0; r < rows; ++r) {
         MOE_UNROLL
         for (int64_t j = 0; j < lines; ++j) {
-          _mm512_store_ps(open + (r * lines + j) * 16, sums[r][j]);
+          _mm512_store_ps(kept + (r * lines + j) * 16, sums[r][j]);
         }
       }
       return;
