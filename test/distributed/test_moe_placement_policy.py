@@ -157,7 +157,9 @@ class TestPolicy(GlooTest):
         moe, placement, layer = self.layer(every=6, online=online)
         layer.copy_cost = 1.0
         found = self.run_steps(moe, placement, lambda copies: 1.0 + copies, 24)
-        self.assertEqual([i for i, copies in enumerate(found) if copies], [*range(6, 12)])
+        self.assertEqual(
+            [i for i, copies in enumerate(found) if copies], [*range(6, 12)]
+        )
 
     def test_windows_without_every(self):
         # Windows are eight steps at home and four steps of a trial.
