@@ -25,7 +25,7 @@ __all__ = ["ExpertPlacement"]
 
 # Plans compared by average loads.
 _TRIES = 3
-# Steps whose times are compared without ``every``; in a trial of copies, if it leaves as many.
+# Steps of a window without ``every``, and of a trial of copies unless that is most of a window.
 _WINDOW, _TRIAL = 8, 4
 
 

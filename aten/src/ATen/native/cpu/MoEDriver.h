@@ -404,6 +404,7 @@ class ExpertGemm {
         round_up(std::clamp<int64_t>(routing.most_rows, 1, kMaxBlockRows), Micro::kTileRows);
     auto blocks = make_blocks(routing.experts, rows, Micro::kTileRows);
     const auto tasks = [&] { return static_cast<int64_t>(blocks.size()) * panels; };
+    // Rows that evict each other are copied, if that takes at most half of the limit below.
     bool spreads = false;
     if constexpr (requires { Micro::spreads_rows(weights, source.ld); }) {
       spreads = in_place_ && rows >= kMinFetchRows && Micro::spreads_rows(weights, source.ld);

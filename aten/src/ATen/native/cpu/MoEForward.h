@@ -61,7 +61,8 @@ class ForwardPass {
   }
 
  private:
-  // Elements between rows: if these were multiples of 4 KiB apart, they would share a set of L1.
+  // Elements from one row to the next. Rows a multiple of 4 KiB apart would share one set of L1, and
+  // evict each other.
   static int64_t spread(int64_t size) {
     constexpr auto line = static_cast<int64_t>(64 / sizeof(scalar_t));
     return size > 0 && size % (64 * line) == 0 ? size + line : size;

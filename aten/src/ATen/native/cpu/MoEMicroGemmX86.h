@@ -576,8 +576,8 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
     return is_wide() ? 4096 : 1024;
   }
 
-  // Elements of K between visits of a tile, so that its rows stay in L1 while lines come from L2. Zen 4
-  // gets them from L2 in time, and is slower with a cut.
+  // Elements of K that are multiplied for a whole panel before the next ones, so that six rows of them
+  // stay in L1. Up to a quarter more is not worth a cut. Zen 4 reads rows from L2 in time.
   static int64_t cut_depth(int64_t depth) {
     constexpr int64_t most = 2048;
     if (!is_wide() || depth <= most + most / 4) {
@@ -638,8 +638,9 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
     return i;
   }
 
-  // Fetches `fetched` cache lines from `next` on with each vector of K. If this `cuts` K, the lanes of
-  // sums are those `kept` if it `continues`, and are kept if c is null.
+  // Fetches `fetched` cache lines from `next` on with each vector of K. With `cuts`, depth is a part of
+  // K: if it `continues` another part, sums begin with the lanes in `kept`, and if c is null, more
+  // parts follow, and the lanes are stored there.
   template <int64_t rows, int64_t lines, bool cuts = false>
   C10_NOINLINE static void multiply_tile(
       int64_t depth, const BFloat16* const (&x)[rows], const BFloat16* w, int64_t stride,
