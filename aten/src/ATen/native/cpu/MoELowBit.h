@@ -59,6 +59,7 @@ inline const std::array<float, 256>& values_of(LowBitCodes codes) {
 
 // Scales by (expert, row, element of K).
 struct ScaleView {
+  static constexpr int64_t kBlocksAhead = 8;  // scales are fetched
   bool is_pow2;  // bytes of E8M0, else float
   const void* data;
   int64_t expert_stride;  // in elements
@@ -90,16 +91,45 @@ struct ScaleView {
 
   // Offset of the scale of element k of a row.
   int64_t offset(int64_t expert, int64_t row, int64_t k) const {
-    const int64_t at = expert * expert_stride + k / block_cols * col_stride;
-    return panels ? at + row / kPanelLines * row_stride + row % kPanelLines
-                  : at + row / block_rows * row_stride;
+    return expert * expert_stride + k / block_cols * col_stride + row_offset(row);
   }
   // Whether scales of neighbouring rows are adjacent, so that a vector of them can be loaded.
   bool is_dense_along_rows() const {
     return panels || (block_rows == 1 && row_stride == 1);
   }
   float at(int64_t expert, int64_t row, int64_t k) const {
-    const int64_t i = offset(expert, row, k);
+    return value(offset(expert, row, k));
+  }
+  // Scales of element k of the `count` rows of a panel. Fetches those of later blocks.
+  template <typename acc_t>
+  void load(int64_t expert, int64_t row, int64_t count, int64_t k, acc_t* out) const {
+    const int64_t block = k / block_cols;
+    const int64_t of_block = expert * expert_stride + block * col_stride;
+    // Rows whose scales are the same, or adjacent.
+    const int64_t together = panels ? kPanelLines : block_rows;
+    const int64_t stride = panels ? 1 : block_rows > 1 ? 0 : row_stride;
+    const bool is_next = (block + kBlocksAhead) * col_stride >= row_stride;
+    const int64_t ahead = kBlocksAhead * col_stride +
+        (is_next ? (count / kPanelLines - 1) * row_stride : 0);
+    for (int64_t begin = 0, end = 0; begin < count; begin = end) {
+      const int64_t left = together == 1 ? count : together - (row + begin) % together;
+      end = std::min(begin + left, count);
+      const int64_t first = of_block + row_offset(row + begin);
+      if (panels) {
+        prefetch(static_cast<const char*>(data) + (first + ahead) * (is_pow2 ? 1 : 4));
+      }
+      for (const auto i : c10::irange(begin, end)) {
+        out[i] = static_cast<acc_t>(value(first + (i - begin) * stride));
+      }
+    }
+  }
+
+ private:
+  int64_t row_offset(int64_t row) const {
+    return panels ? row / kPanelLines * row_stride + row % kPanelLines
+                  : row / block_rows * row_stride;
+  }
+  float value(int64_t i) const {
     return is_pow2 ? moe::power_of_two(static_cast<const uint8_t*>(data)[i])
                    : static_cast<const float*>(data)[i];
   }
@@ -320,23 +350,32 @@ class LowBitSource {
     const int64_t step =
         in_blocks ? std::min(Micro::kMinDepth, w.scale.block_cols) : Micro::kMinDepth;
     alignas(64) acc_t scales[kPanelCols] = {};
-    if (in_blocks || part_depth == 0) {
+    const auto scales_sums = [&] {
+      if constexpr (requires { Micro::kSumDepth; }) {
+        return in_blocks && step <= Micro::kSumDepth;
+      }
+      return false;
+    }();
+    if ((in_blocks && !scales_sums) || part_depth == 0) {
       std::fill_n(c, rows * kPanelCols, acc_t(0));
     }
     for (int64_t k0 = 0; k0 < part_depth; k0 += step) {
       const int64_t depth = std::min(step, part_depth - k0);
+      auto ahead = prefetch_after<Micro>(expert, columns, rows, k0, depth);
       for (const auto& span : columns.spans) {
         if (span.count > 0) {
           pack<Micro>(expert, span, k0, depth, packed);
         }
       }
-      if (!in_blocks) {
+      if (in_blocks) {
+        load_scales(expert, columns, k0, scales);
+      }
+      if (!in_blocks || scales_sums) {
         Micro::multiply(
-            rows, columns.end(), depth, {a.lines, a.ld, a.offset + k0}, packed, {c, k0 > 0},
-            [] {});
+            rows, columns.end(), depth, {a.lines, a.ld, a.offset + k0}, packed,
+            {c, k0 > 0, in_blocks ? scales : nullptr}, ahead);
         continue;
       }
-      load_scales(expert, columns, k0, scales);
       // A few rows at a time, so that the sums of a block stay in cache.
       constexpr int64_t kRows = std::max<int64_t>(1, 48 / Micro::kTileRows) * Micro::kTileRows;
       alignas(64) acc_t sums[kRows * kPanelCols];
@@ -344,7 +383,7 @@ class LowBitSource {
         const int64_t count = std::min(kRows, rows - row);
         Micro::multiply(
             count, columns.end(), depth, {a.lines + row, a.ld, a.offset + k0}, packed,
-            {sums, false}, [] {});
+            {sums, false}, ahead);
         add_scaled(sums, scales, count, c + row * kPanelCols);
       }
     }
@@ -384,10 +423,7 @@ class LowBitSource {
   void load_scales(
       int64_t expert, const PanelColumns& columns, int64_t k, acc_t (&scales)[kPanelCols]) const {
     for (const auto& span : columns.spans) {
-      for (const auto i : c10::irange(span.count)) {
-        scales[span.at + i] =
-            static_cast<acc_t>(part(span).scale.at(expert, first_row(span) + i, k));
-      }
+      part(span).scale.load(expert, first_row(span), span.count, k, scales + span.at);
     }
   }
 
@@ -408,6 +444,40 @@ class LowBitSource {
     for (int64_t i = 0; i < rows * kPanelCols; i += Vec::size()) {
       (Vec::loadu(c + i) * Vec::loadu(scales + i % kPanelCols)).store(c + i);
     }
+  }
+
+  // The bytes of the codes for Micro::Prefetch: lines of a span, or of kPanelLines side by side.
+  struct CodeBytes {
+    const LowBitSource& source;
+    const int64_t lines;       // that follow each other
+    const int64_t part_depth;  // bytes of them
+
+    StridedView<uint8_t> view(
+        int64_t expert, const PanelSpan& span, int64_t /*k_part*/, int64_t begin) const {
+      const LowBitView& w = source.part(span);
+      const uint8_t* first = w.at(expert, source.first_row(span), 0);
+      return {first + begin, 1, w.row_bytes * lines};
+    }
+  };
+
+  // Fetches the codes that are read after [k0, k0 + depth) of K, in the calls of a product.
+  template <typename Micro>
+  typename Micro::Prefetch prefetch_after(
+      int64_t expert, PanelColumns columns, int64_t rows, int64_t k0, int64_t depth) const {
+    const LowBitView& w = parts_[0];
+    const int64_t lines = w.panels ? kPanelLines : 1;
+    const int64_t products = ceil_div(rows, Micro::kTileRows) *
+        ceil_div(columns.end(), Micro::kTileCols) *
+        (Micro::kFetchesWithin ? ceil_div(depth, kWordElements<typename Micro::operand_t>) : 1);
+    const bool ends = k0 + depth == part_depth;
+    for (auto& span : columns.spans) {
+      span.first += ends ? span.count : 0;  // the next panel
+      span.count = ceil_div(span.count, lines);
+    }
+    const auto bytes = [&](int64_t k) { return k * code_bits(w.codes) / 8 * lines; };
+    return typename Micro::Prefetch(
+        CodeBytes{*this, lines, bytes(part_depth)}, Panel{expert, columns}, 0,
+        ends ? 0 : bytes(k0 + depth), bytes(depth), products, Micro::kFetchesWithin);
   }
 
   // Decodes columns of `span`, [k0, k0 + depth) of K, into a panel.

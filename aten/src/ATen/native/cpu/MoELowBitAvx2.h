@@ -26,7 +26,7 @@ namespace low_bit_avx2 {
 
 constexpr int64_t kLines = 8, kStretch = 8, kMaxRows = 4, kMaxInt8Rows = kMaxRows;
 constexpr int kGroups[] = {4, 2, 1};
-constexpr bool kUnrolls = false, kMasksTails = false, kPacksInt8 = false,
+constexpr bool kUnrolls = false, kMasksTails = false, kSlicesInt8 = false,
                kReadsInPlace = false;
 
 // ---- registers ------------------------------------------------------------------------------
@@ -58,6 +58,12 @@ C10_ALWAYS_INLINE Floats to_floats(Ints x) {
 }
 C10_ALWAYS_INLINE Floats as_floats(Ints x) {
   return _mm256_castsi256_ps(x);
+}
+C10_ALWAYS_INLINE Ints as_ints(Floats x) {
+  return _mm256_castps_si256(x);
+}
+C10_ALWAYS_INLINE Ints multiply_ints(Ints a, Ints b) {
+  return _mm256_mullo_epi32(a, b);
 }
 C10_ALWAYS_INLINE Ints all_ints(int32_t x) {
   return _mm256_set1_epi32(x);
@@ -345,18 +351,18 @@ struct ShiftedInt8 {
 // Adds products of 32 elements of a group of lines with the codes of M rows from double word `at`.
 template <int M, typename Weights>
 C10_ALWAYS_INLINE void add_int8(
-    const Ints* from, const Weights& weights, const int32_t* const (&codes)[M], int64_t at,
-    Ints (&products)[M]) {
+    const Ints* const (&from)[1], const Weights& weights, const int32_t* const (&codes)[M],
+    int64_t at, Ints (&products)[1][M]) {
   const Ints ones = _mm256_set1_epi16(1);
   if constexpr (Weights::kBits == 8) {
     MOE_UNROLL
     for (int64_t i = 0; i < 8; ++i) {
-      const Ints v = load_ints(from + i), sizes = _mm256_abs_epi8(v);  // 128 at most
+      const Ints v = load_ints(from[0] + i), sizes = _mm256_abs_epi8(v);  // 128 at most
       MOE_UNROLL
       for (int r = 0; r < M; ++r) {
         const Ints word = _mm256_sign_epi8(all_ints(codes[r][at + i]), v);
         const Ints sum = _mm256_maddubs_epi16(sizes, word);
-        products[r] = _mm256_add_epi32(products[r], _mm256_madd_epi16(sum, ones));
+        products[0][r] = _mm256_add_epi32(products[0][r], _mm256_madd_epi16(sum, ones));
       }
     }
   } else {
@@ -364,8 +370,8 @@ C10_ALWAYS_INLINE void add_int8(
     MOE_UNROLL
     for (int64_t i = 0; i < 8; i += 4) {
       Ints words[4];
-      weights.shift(load_ints(from + i / 2), words);
-      weights.shift(load_ints(from + i / 2 + 1), words + 2);
+      weights.shift(load_ints(from[0] + i / 2), words);
+      weights.shift(load_ints(from[0] + i / 2 + 1), words + 2);
       MOE_UNROLL
       for (int r = 0; r < M; ++r) {
         Ints sum = _mm256_setzero_si256();
@@ -374,7 +380,7 @@ C10_ALWAYS_INLINE void add_int8(
           const Ints word = all_ints(codes[r][at + i + j]);
           sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(words[j], word));
         }
-        products[r] = _mm256_add_epi32(products[r], _mm256_madd_epi16(sum, ones));
+        products[0][r] = _mm256_add_epi32(products[0][r], _mm256_madd_epi16(sum, ones));
       }
     }
   }

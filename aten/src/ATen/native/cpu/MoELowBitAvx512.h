@@ -40,7 +40,7 @@ namespace low_bit_avx512 {
 
 constexpr int64_t kLines = kPanelLines, kStretch = 16, kMaxRows = 8, kMaxInt8Rows = 4;
 constexpr int kGroups[] = {4, 2, 1, 1};
-constexpr bool kUnrolls = true, kMasksTails = true, kPacksInt8 = true,
+constexpr bool kUnrolls = true, kMasksTails = true, kSlicesInt8 = true,
                kReadsInPlace = true;
 constexpr int kBias = 118;
 
@@ -73,6 +73,12 @@ C10_ALWAYS_INLINE Floats to_floats(Ints x) {
 }
 C10_ALWAYS_INLINE Floats as_floats(Ints x) {
   return _mm512_castsi512_ps(x);
+}
+C10_ALWAYS_INLINE Ints as_ints(Floats x) {
+  return _mm512_castps_si512(x);
+}
+C10_ALWAYS_INLINE Ints multiply_ints(Ints a, Ints b) {
+  return _mm512_mullo_epi32(a, b);
 }
 C10_ALWAYS_INLINE Ints all_ints(int32_t x) {
   return _mm512_set1_epi32(x);
@@ -433,21 +439,28 @@ struct ShiftedInt8 : Vnni {
   }
 };
 
-// Adds products of 32 elements of a group of lines with the codes of M rows from double word `at`.
-template <int M, typename Weights>
+// Adds products of 32 elements of Q groups of lines with the codes of M rows from double word `at`.
+template <int Q, int M, typename Weights>
 C10_ALWAYS_INLINE void add_int8(
-    const Ints* from, const Weights& weights, const int32_t* const (&codes)[M], int64_t at,
-    Ints (&products)[M]) {
+    const Ints* const (&from)[Q], const Weights& weights, const int32_t* const (&codes)[M],
+    int64_t at, Ints (&products)[Q][M]) {
   constexpr int n = 8 / Weights::kBits;
   MOE_UNROLL
   for (int64_t i = 0; i < 8 / n; ++i) {
-    Ints words[n];
-    weights.shift(load_ints(from + i), words);
+    Ints words[Q][n];
+    MOE_UNROLL
+    for (int q = 0; q < Q; ++q) {
+      weights.shift(load_ints(from[q] + i), words[q]);
+    }
     MOE_UNROLL
     for (int j = 0; j < n; ++j) {
       MOE_UNROLL
       for (int r = 0; r < M; ++r) {
-        products[r] = Weights::add(products[r], words[j], all_ints(codes[r][at + i * n + j]));
+        const Ints row = all_ints(codes[r][at + i * n + j]);
+        MOE_UNROLL
+        for (int q = 0; q < Q; ++q) {
+          products[q][r] = Weights::add(products[q][r], words[q][j], row);
+        }
       }
     }
   }

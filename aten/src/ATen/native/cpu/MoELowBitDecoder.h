@@ -6,7 +6,7 @@
 //   kStretch              double words of a line that are read at a time
 //   kMaxRows, kMaxInt8Rows    rows of a product at most, a power of two
 //   kGroups               groups of lines that are multiplied at a time, by log2 of the rows
-//   kPacksInt8            whether Int8Slice is used for more rows
+//   kSlicesInt8           whether Int8Slices is used for more rows
 //   kUnrolls, kMasksTails whether blocks are unrolled; whether fewer scales can be transposed
 //   kReadsInPlace         whether few rows read panels where they lie
 //   Floats, Ints, Rare    registers, and a mask of the lines with a rare scale
@@ -20,10 +20,30 @@
 constexpr int64_t kBlock = 32;    // elements of the smallest block of a scale
 constexpr int64_t kAhead = 4096;  // bytes that panels are fetched ahead
 
-// How many bytes ahead a kernel of M rows fetches panels, as measured on Zen 4. One row of 8-bit
-// codes has so little to compute that a fetch far ahead delays the reads that are needed now.
+// How many bytes ahead a kernel of M rows fetches panels, as measured on Zen 4 and Zen 5. One row of
+// 8-bit codes has so little to compute that a fetch far ahead delays the reads that are needed now.
 template <typename Codes, int M>
-constexpr int64_t kNear = Codes::kBits == 8 && M == 1 ? kAhead / 2 : 2 * kAhead;
+constexpr int64_t kNear = Codes::kBits == 4 ? kAhead : M == 1 ? kAhead / 2 : 2 * kAhead;
+// The same for rows rounded to int8.
+template <typename Weights>
+constexpr int64_t kInt8Near = 8 / Weights::kBits * kAhead;
+
+// Fetches `count` cache lines, into L1 if it is large.
+template <int count>
+C10_ALWAYS_INLINE void fetch(const uint8_t* from, bool is_l1_large) {
+  const auto* lines = reinterpret_cast<const char*>(from);
+  if (is_l1_large) {
+    MOE_UNROLL
+    for (int i = 0; i < count; ++i) {
+      _mm_prefetch(lines + i * 64, _MM_HINT_T0);
+    }
+  } else {
+    MOE_UNROLL
+    for (int i = 0; i < count; ++i) {
+      _mm_prefetch(lines + i * 64, _MM_HINT_T1);
+    }
+  }
+}
 
 // For lambdas.
 #if defined(__GNUC__)
@@ -70,16 +90,15 @@ class LineReader {
   }
 
   // Registers from d0 on, as many as a block of kBlock elements has: in the panel, or read a
-  // stretch at a time. Fetches into L2, as L1 is too small.
+  // stretch at a time.
   C10_ALWAYS_INLINE const Ints* read(int64_t d0) {
     const LowBitView& w = *group_->w;
     if (kReadsInPlace && w.panels) {
       const uint8_t* from = lines_ + d0 * 4 * kPanelLines;
       const int64_t left = (total_ - d0) * 4 * kPanelLines - near;
       const uint8_t* ahead = left > 0 ? from + near : group_->next - left;
-      MOE_UNROLL
-      for (int64_t i = 0; near > 0 && i < kBlock * Codes::kBits / 32; ++i) {
-        _mm_prefetch(reinterpret_cast<const char*>(ahead + i * 64), _MM_HINT_T1);
+      if (near > 0) {
+        fetch<Codes::kBits>(ahead, is_l1_large_);
       }
       return reinterpret_cast<const Ints*>(from);
     }
@@ -96,6 +115,7 @@ class LineReader {
   }
 
  private:
+  const bool is_l1_large_ = has_large_l1();
   const LineGroup* group_;
   const uint8_t* lines_;
   int64_t total_;
@@ -118,6 +138,7 @@ class LineScales {
   // E8M0 bytes as double words.
   C10_ALWAYS_INLINE Ints bytes(int64_t block) {
     if (scale_->panels) {
+      prefetch(from<uint8_t>(block + ScaleView::kBlocksAhead));
       return load_bytes(from<uint8_t>(block));
     }
     load_blocks(block);
@@ -132,6 +153,7 @@ class LineScales {
       return all_floats(*from<float>(block));
     }
     if (scale_->is_dense_along_rows()) {
+      prefetch(from<float>(block + ScaleView::kBlocksAhead));
       return load_floats(from<float>(block));
     }
     load_blocks(block);
@@ -304,6 +326,12 @@ bool multiply_lines(const LineGroup* groups, int64_t expert, const Row* const* x
   return !is_rare;
 }
 
+// What the shift of weights adds to their product with a row, given the sum of the row's codes.
+template <typename Weights>
+C10_ALWAYS_INLINE Ints shift_of(const int32_t* sum) {
+  return multiply_ints(all_ints(*sum), all_ints(-Weights::kShift));
+}
+
 // The same for one group and rows rounded to int8. A group lies in one piece of memory, which is
 // read faster than several pieces in turns. `whole`: a block is a row.
 template <typename Weights, bool whole, int M>
@@ -313,7 +341,7 @@ bool multiply_int8_lines(const LineGroup* group, int64_t expert, const void* con
   const int64_t total = layout.depth / kElements;
   const Weights weights;
   LineScales scales;
-  LineReader<Weights, kNear<Weights, M>> lines;
+  LineReader<Weights, kInt8Near<Weights>> lines;
   Floats sums[M];
   const int32_t* codes[M];
   const float* row_scales[M];
@@ -331,19 +359,20 @@ bool multiply_int8_lines(const LineGroup* group, int64_t expert, const void* con
   int64_t d0 = 0;
   for (int64_t block = 0; d0 < total; ++block) {
     const int64_t end = whole ? total : std::min(d0 + layout.block / kElements, total);
-    Ints products[M];
+    Ints products[1][M];
     MOE_UNROLL
     for (int r = 0; r < M; ++r) {
-      products[r] = all_ints(-Weights::kShift * row_sums[r][block]);
+      products[0][r] = shift_of<Weights>(row_sums[r] + block);
     }
     for (; d0 < end; d0 += kPiece) {
-      add_int8(lines.read(d0), weights, codes, d0 * kElements / 4, products);
+      const Ints* const from[] = {lines.read(d0)};
+      add_int8(from, weights, codes, d0 * kElements / 4, products);
     }
     const Floats scale = multiply_floats(scales.values(block), all_floats(Weights::kUnit));
     MOE_UNROLL
     for (int r = 0; r < M; ++r) {
       sums[r] = fma(
-          multiply_floats(to_floats(products[r]), scale), all_floats(row_scales[r][block]),
+          multiply_floats(to_floats(products[0][r]), scale), all_floats(row_scales[r][block]),
           whole ? all_floats(0) : sums[r]);
     }
   }
@@ -404,6 +433,17 @@ Kernel<void> multiply_int8_lines_of(int64_t rows) {
   });
 }
 
+// Group g + q of `count` that are multiplied at a time, with the one to be read after it, which may be
+// in the next panel. Repeats the last group rather than take fewer.
+inline LineGroup
+group_of(const std::vector<LineGroup>& groups, int64_t expert, size_t g, int q, int count) {
+  const auto last = groups.size() - 1, next = g + count + q;
+  const LineGroup& after = groups[next > last ? std::min<size_t>(q, last) : next];
+  LineGroup group = groups[std::min(g + q, last)];
+  group.next = after.w->at(expert, after.row, 0) + (next > last ? after.ahead : 0);
+  return group;
+}
+
 // Runs find(rows), a Kernel, for all rows, a power of two at a time, and all groups.
 template <int64_t max_rows, typename Row, typename FindFn>
 bool multiply_groups(
@@ -421,25 +461,20 @@ bool multiply_groups(
     }
     const Kernel<Row> kernel = find(padded);
     for (size_t g = 0; g < groups.size(); g += kernel.groups) {
-      // Repeats the last group rather than take fewer.
-      const auto group = [&](int q) { return groups[std::min(g + q, groups.size() - 1)]; };
       alignas(64) float sums[kGroups[0]][max_rows * kPanelCols];
       LineGroup some[kGroups[0]];
+      float* c[kGroups[0]];
       for (int q = 0; q < kernel.groups; ++q) {
-        some[q] = group(q);
-        const size_t next = g + kernel.groups + q;
-        const bool ends = next >= groups.size();
-        const LineGroup& after = groups[ends ? std::min<size_t>(q, groups.size() - 1) : next];
-        some[q].next = after.w->at(expert, after.row, 0) + (ends ? after.ahead : 0);
-        some[q].c = padded == count ? some[q].c + r0 * kPanelCols : sums[q];
+        some[q] = group_of(groups, expert, g, q, kernel.groups);
+        c[q] = some[q].c + r0 * kPanelCols;
+        some[q].c = padded == count ? c[q] : sums[q];
       }
       if (!kernel.run(some, expert, here)) {
         return false;
       }
       for (int q = 0; padded != count && q < kernel.groups; ++q) {
-        float* c = group(q).c + r0 * kPanelCols;
         for (const auto r : c10::irange(count)) {
-          std::copy_n(sums[q] + r * kPanelCols, kLines, c + r * kPanelCols);
+          std::copy_n(sums[q] + r * kPanelCols, kLines, c[q] + r * kPanelCols);
         }
       }
     }
@@ -449,213 +484,195 @@ bool multiply_groups(
 
 // ---- many rows rounded to int8 ----------------------------------------------------------------
 
-// kRows rows from element k0 of K on, and where their sums go.
-struct Int8Rows {
-  static constexpr int kRows = 8;
+// The products of two groups of lines, a slice of K at a time, so that their codes stay in L1 for all
+// rows. `whole`: a block is a row, and its sums are integers until the last slice.
+template <typename Weights, bool whole>
+class Int8Slices {
+ public:
+  static constexpr int Q = 2;
+  static constexpr int64_t kBytes = 256;  // of a line
+  // Elements of K; blocks divide them, or are a row.
+  static constexpr int64_t kSlice = kBytes * 8 / Weights::kBits;
 
-  // Repeats the last one of `count` rows, whose sums go to `unused` then.
-  Int8Rows(
-      const Int8Row& layout, int64_t k0, int64_t count, const void* const* lines, float* to,
-      float* unused) {
-    for (const auto r : c10::irange(kRows)) {
-      void* record = const_cast<void*>(lines[std::min<int64_t>(r, count - 1)]);
-      codes[r] = reinterpret_cast<const int32_t*>(Int8Row::codes(record) + k0);
-      scales[r] = layout.scales(record) + k0 / layout.block;
-      sums[r] = layout.sums(record) + k0 / layout.block;
-      c[r] = r < count ? to + r * kPanelCols : unused;
+  // `scratch` has room for the codes of a slice.
+  Int8Slices(const LineGroup (&groups)[Q], int64_t expert, Ints* scratch)
+      : groups_(groups), expert_(expert), layout_(*groups[0].w), scratch_(scratch) {
+    for (int q = 0; q < Q; ++q) {
+      scales_[q].begin(*groups[q].w, expert, groups[q].row);
     }
   }
 
-  const int32_t* codes[kRows];
-  const float* scales[kRows];
-  const int32_t* sums[kRows];
-  float* c[kRows];
-};
-
-// The weights of a panel as bytes, for kSlice elements of K, and a scale per block and line.
-// `whole`: a block is a row, and its sums are integers until the last slice.
-template <typename Weights, bool whole>
-class Int8Slice {
- public:
-  static constexpr int64_t kSlice = 256;  // blocks divide it, or are a row
-
-  // `words` has room for kPanelCols bytes for each element of K in the slice.
-  Int8Slice(const std::vector<LineGroup>& groups, int64_t expert, int64_t k0, Ints* words)
-      : groups_(groups),
-        expert_(expert),
-        layout_(*groups[0].w),
-        k0_(k0),
-        depth_(std::min(kSlice, layout_.depth - k0)),
-        words_(words) {}
-
-  // Whether all scales are regular.
-  bool decode() {
-    constexpr int64_t kElements = 32 / Weights::kBits, kPiece = kBlock / kElements;
-    const Weights weights;
+  // Goes to the slice from element k0 of K. Returns whether all scales are regular.
+  bool begin(int64_t k0) {
+    k0_ = k0;
+    depth_ = std::min(kSlice, layout_.depth - k0);
+    Ints* to = scratch_;
     bool is_rare = false;
-    for (const auto g : c10::irange(groups_.size())) {
-      LineReader<Weights, /*near=*/0> lines;
-      lines.begin(groups_[g], expert_, layout_.depth / kElements);
-      Ints* to = words_ + g * (depth_ / 4);
-      for (int64_t k = k0_; k < k0_ + depth_; k += kBlock) {
-        const Ints* from = lines.read(k / kElements);
-        MOE_UNROLL
-        for (int64_t i = 0; i < kPiece; ++i) {
-          Ints some[8 / Weights::kBits];
-          weights.shift(load_ints(from + i), some);
-          for (const Ints& word : some) {
-            store_ints(to++, word);
-          }
-        }
+    for (int q = 0; q < Q; ++q) {
+      const LowBitView& w = *groups_[q].w;
+      const int64_t lines = w.panels ? kLines : 1;  // that follow each other
+      const uint8_t* first = w.at(expert_, groups_[q].row, 0) + k0 * Weights::kBits / 8 * lines;
+      next_[q] = is_last() ? groups_[q].next : first + kBytes * lines;
+      codes_[q] = w.panels ? reinterpret_cast<const Ints*>(first) : to;
+      if (!w.panels) {
+        to = gather(q, to);
       }
-      LineScales scales;
-      scales.begin(*groups_[g].w, expert_, groups_[g].row);
-      for (int64_t k = 0; k < depth_; k += layout_.block) {
-        const Floats scale = scales.values((k0_ + k) / layout_.block);
-        store_floats(
-            scales_[k / layout_.block][g], multiply_floats(scale, all_floats(Weights::kUnit)));
+      const int64_t blocks = !whole ? ceil_div(depth_, layout_.block) : is_last() ? 1 : 0;
+      for (const auto i : c10::irange(blocks)) {
+        const Floats scale = scales_[q].values(whole ? 0 : k0 / layout_.block + i);
+        store_floats(factors_[i][q], multiply_floats(scale, all_floats(Weights::kUnit)));
       }
-      is_rare = is_rare || is_any(scales.rare);
+      is_rare = is_rare || is_any(scales_[q].rare);
     }
     return !is_rare;
   }
 
-  // Adds the products of the rows with Q groups from g on. Fetches every `turns`th line of
-  // memory of their next slice, so that `turns` calls take turns.
-  template <int Q>
-  void multiply(size_t g, const Int8Rows& rows, int64_t turn, int64_t turns) const {
-    constexpr int kRows = Int8Rows::kRows;
-    int64_t columns[Q];
-    const uint8_t* next[Q];
-    for (int q = 0; q < Q; ++q) {
-      columns[q] = groups_[g + q].c - groups_[0].c;
-      next[q] = next_slice(groups_[g + q]);
+  // Adds the products of M of `count` rows, from `row` on; repeats the last one rather than take
+  // fewer. Fetches a part of the next slice, one of `turns`.
+  template <int M>
+  void multiply(
+      const void* const* rows, int64_t row, int64_t count, int64_t turn, int64_t turns) const {
+    const int32_t *codes[M], *row_sums[M];
+    const float* row_scales[M];
+    alignas(64) float unused[kLines] = {};
+    float* c[Q][M];
+    Ints products[Q][M];
+    Floats sums[Q][M];
+    const auto for_all = [&](const auto& fn) MOE_INLINE {
+      MOE_UNROLL
+      for (int r = 0; r < M; ++r) {
+        MOE_UNROLL
+        for (int q = 0; q < Q; ++q) {
+          fn(q, r, products[q][r], sums[q][r]);
+        }
+      }
+    };
+    MOE_UNROLL
+    for (int r = 0; r < M; ++r) {
+      void* record = const_cast<void*>(rows[std::min(row + r, count - 1)]);
+      codes[r] = reinterpret_cast<const int32_t*>(Int8Row::codes(record) + k0_);
+      row_scales[r] = layout_.scales(record) + k0_ / layout_.block;
+      row_sums[r] = layout_.sums(record) + k0_ / layout_.block;
     }
-    const LowBitView& w = *groups_[g].w;
-    const int64_t pitch = w.panels ? kLineBytes : w.row_bytes;
-    const bool begins = !whole || k0_ == 0, ends = !whole || k0_ + depth_ == layout_.depth;
-    for (int64_t i = 0, block = 0; i < depth_ / 4; ++block) {
-      Ints products[Q][kRows];
-      MOE_UNROLL
-      for (int r = 0; r < kRows; ++r) {
-        const Ints first = all_ints(-Weights::kShift * rows.sums[r][block]);
-        MOE_UNROLL
-        for (int q = 0; q < Q; ++q) {
-          products[q][r] = begins ? first : load_ints(rows.c[r] + columns[q]);
-        }
+    for_all([&](int q, int r, Ints& product, Floats& sum) MOE_INLINE {
+      c[q][r] = row + r < count ? groups_[q].c + (row + r) * kPanelCols : unused;
+      sum = k0_ == 0 ? all_floats(0) : load_floats(c[q][r]);
+      if (whole) {
+        product = k0_ == 0 ? shift_of<Weights>(row_sums[r]) : as_ints(sum);
       }
-      const int64_t end = std::min(i + layout_.block / 4, depth_ / 4);
-      for (; i < end; ++i) {
-        Ints some[Q];
-        MOE_UNROLL
-        for (int q = 0; q < Q; ++q) {
-          some[q] = load_ints(words_ + (g + q) * (depth_ / 4) + i);
-        }
-        if ((i & (turns - 1)) == turn && i < kLines * kParts) {
+    });
+    const Weights weights;
+    const int64_t pitch = groups_[0].w->panels ? kBytes : groups_[0].w->row_bytes;
+    const int64_t share = Weights::kBits / turns;
+    for (int64_t k = 0, block = 0; k < depth_; ++block) {
+      if (!whole) {
+        for_all([&](int, int r, Ints& product, Floats&) MOE_INLINE {
+          product = shift_of<Weights>(row_sums[r] + block);
+        });
+      }
+      const int64_t end = whole ? depth_ : std::min(k + layout_.block, depth_);
+      for (; k < end; k += kBlock) {
+        const int64_t at = k * Weights::kBits / 32;
+        for (const auto i : c10::irange(at + turn * share, at + (turn + 1) * share)) {
           MOE_UNROLL
           for (int q = 0; q < Q; ++q) {
-            prefetch(next[q] + i / kParts * pitch + i % kParts * 64);
+            fetch<1>(next_[q] + i * 64 / kBytes * pitch + i * 64 % kBytes, is_l1_large_);
           }
         }
-        MOE_UNROLL
-        for (int r = 0; r < kRows; ++r) {
-          const Ints row = all_ints(rows.codes[r][i]);
-          MOE_UNROLL
-          for (int q = 0; q < Q; ++q) {
-            products[q][r] = Weights::add(products[q][r], some[q], row);
-          }
-        }
-      }
-      MOE_UNROLL
-      for (int r = 0; r < kRows; ++r) {
+        const Ints* from[Q];
         MOE_UNROLL
         for (int q = 0; q < Q; ++q) {
-          float* to = rows.c[r] + columns[q];
-          if (!ends) {
-            store_ints(to, products[q][r]);
-            continue;
-          }
+          from[q] = codes_[q] + at;
+        }
+        add_int8(from, weights, codes, k / 4, products);
+      }
+      if (!whole || is_last()) {
+        for_all([&](int q, int r, Ints& product, Floats& sum) MOE_INLINE {
           const Floats scaled =
-              multiply_floats(to_floats(products[q][r]), load_floats(scales_[block][g + q]));
-          const Floats sum = whole || k0_ + block == 0 ? all_floats(0) : load_floats(to);
-          store_floats(to, fma(scaled, all_floats(rows.scales[r][block]), sum));
-        }
+              multiply_floats(to_floats(product), load_floats(factors_[block][q]));
+          sum = fma(scaled, all_floats(row_scales[r][block]), whole ? all_floats(0) : sum);
+        });
       }
     }
+    for_all([&](int q, int r, Ints& product, Floats& sum) MOE_INLINE {
+      store_floats(c[q][r], whole && !is_last() ? as_floats(product) : sum);
+    });
   }
 
  private:
-  // Bytes, and lines of memory, of a line of weights.
-  static constexpr int64_t kLineBytes = kSlice * Weights::kBits / 8, kParts = kLineBytes / 64;
-
-  const uint8_t* next_slice(const LineGroup& group) const {
-    const int64_t bytes = (k0_ + kSlice) * Weights::kBits / 8;
-    return group.w->at(expert_, group.row, 0) +
-        (k0_ + kSlice >= layout_.depth ? group.ahead : bytes * (group.w->panels ? kLines : 1));
+  bool is_last() const {
+    return k0_ + kSlice >= layout_.depth;
   }
 
-  const std::vector<LineGroup>& groups_;
+  // Writes the codes of a group that is not a panel in the order of one. Returns the end.
+  Ints* gather(int q, Ints* to) const {
+    LineReader<Weights, /*near=*/0> lines;
+    lines.begin(groups_[q], expert_, layout_.depth * Weights::kBits / 32);
+    for (int64_t k = k0_; k < k0_ + depth_; k += kBlock) {
+      const Ints* from = lines.read(k * Weights::kBits / 32);
+      for (const auto i : c10::irange(Weights::kBits)) {
+        store_ints(to++, load_ints(from + i));
+      }
+    }
+    return to;
+  }
+
+  const LineGroup (&groups_)[Q];
   const int64_t expert_;
   const Int8Row layout_;
-  const int64_t k0_, depth_;
-  Ints* const words_;
-  alignas(64) float scales_[kSlice / kBlock][kPanelCols / kLines][kLines];
+  Ints* const scratch_;
+  const bool is_l1_large_ = has_large_l1();
+  LineScales scales_[Q];
+  int64_t k0_ = 0, depth_ = 0;
+  const Ints* codes_[Q];
+  const uint8_t* next_[Q];  // what is read after the slice
+  alignas(64) float factors_[kSlice / kBlock][Q][kLines];  // scales times kUnit
 };
 
 template <typename Weights, bool whole>
 bool multiply_int8_slices(
     const std::vector<LineGroup>& groups, int64_t expert, int64_t rows, const void* const* lines,
-    Ints* words) {
-  using Slice = Int8Slice<Weights, whole>;
-  constexpr int64_t kRows = Int8Rows::kRows;
-  const Int8Row layout(*groups[0].w);
-  alignas(64) float unused[kPanelCols] = {};
+    Ints* scratch) {
+  using Slices = Int8Slices<Weights, whole>;
+  constexpr int64_t kRows = 8, kMaxTurns = 4;
   int64_t turns = 1;
-  while (turns < 8 && 2 * turns * kRows <= rows) {
+  while (turns < kMaxTurns && 2 * turns * kRows < rows + kRows) {
     turns *= 2;
   }
-  for (int64_t k0 = 0; k0 < layout.depth; k0 += Slice::kSlice) {
-    Slice slice(groups, expert, k0, words);
-    if (!slice.decode()) {
-      return false;
+  const int64_t depth = groups[0].w->depth;
+  for (size_t g = 0; g < groups.size(); g += Slices::Q) {
+    LineGroup some[Slices::Q];
+    for (int q = 0; q < Slices::Q; ++q) {
+      some[q] = group_of(groups, expert, g, q, Slices::Q);
     }
-    for (int64_t r0 = 0; r0 < rows; r0 += kRows) {
-      const Int8Rows some(
-          layout, k0, rows - r0, lines + r0, groups[0].c + r0 * kPanelCols, unused);
-      size_t g = 0;
-      for (; g + 1 < groups.size(); g += 2) {
-        slice.template multiply<2>(g, some, r0 / kRows, turns);
+    Slices slices(some, expert, scratch);
+    for (int64_t k0 = 0; k0 < depth; k0 += Slices::kSlice) {
+      if (!slices.begin(k0)) {
+        return false;
       }
-      if (g < groups.size()) {
-        slice.template multiply<1>(g, some, r0 / kRows, turns);
+      for (int64_t row = 0; row < rows; row += kRows) {
+        with_log_rows<kRows>(rows - row, [&](auto log) {
+          slices.template multiply<1 << log>(lines, row, rows, row / kRows % turns, turns);
+        });
       }
     }
   }
   return true;
 }
 
-// `scratch` has kPanelCols elements of at least a byte for each of the first 256 of K.
+// `scratch` has kPanelCols bytes for each of the first 256 elements of K.
 template <typename Weights, bool whole>
 bool multiply_int8_groups(
     const std::vector<LineGroup>& groups, int64_t expert, int64_t rows, const void* const* lines,
     [[maybe_unused]] void* scratch) {
-  int64_t done = 0;
-  if constexpr (kPacksInt8) {
-    // For a few rows that are left, weights are decoded once more.
-    const int64_t left = rows % Int8Rows::kRows;
-    done = left <= kMaxInt8Rows ? rows - left : rows;
-    if (done > 0 &&
-        !multiply_int8_slices<Weights, whole>(
-            groups, expert, done, lines, static_cast<Ints*>(scratch))) {
-      return false;
+  if constexpr (kSlicesInt8) {
+    if (rows > kMaxInt8Rows) {
+      return multiply_int8_slices<Weights, whole>(
+          groups, expert, rows, lines, static_cast<Ints*>(scratch));
     }
   }
-  auto left = groups;
-  for (auto& group : left) {
-    group.c += done * kPanelCols;
-  }
   return multiply_groups<kMaxInt8Rows>(
-      left, expert, rows - done, lines + done, &multiply_int8_lines_of<Weights, whole>);
+      groups, expert, rows, lines, &multiply_int8_lines_of<Weights, whole>);
 }
 
 // ---- into a panel ---------------------------------------------------------------------------

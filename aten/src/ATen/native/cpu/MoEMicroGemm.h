@@ -35,11 +35,13 @@ struct RowLines {
   int64_t offset;
 };
 
-// The result of a product: [c +] a b with leading dimension kPanelCols.
+// The result of a product: [c +] a b with leading dimension kPanelCols. A micro-GEMM with kSumDepth
+// multiplies columns of a b by `scales`, if there are any and K is at most kSumDepth.
 template <typename acc_t>
 struct ProductTile {
   acc_t* c;
   bool accumulate;
+  const acc_t* scales = nullptr;
 };
 
 struct NoPrefetch {
@@ -172,7 +174,8 @@ struct VecGemm : Products {
         MOE_UNROLL
         for (int64_t j = 0; j < vectors; ++j) {
           const acc_t* from = c + i * kPanelCols + j * Vec::size();
-          sums[i][j] = kOneSum && accumulate ? Vec::loadu(from) : Vec(0);
+          sums[i][j] =
+              kOneSum && accumulate && out.scales == nullptr ? Vec::loadu(from) : Vec(0);
         }
       }
       for (int64_t k = begin; k < std::min(begin + kSumDepth, depth); k += v) {
@@ -190,7 +193,15 @@ struct VecGemm : Products {
         MOE_UNROLL
         for (int64_t j = 0; j < vectors; ++j) {
           acc_t* to = c + i * kPanelCols + j * Vec::size();
-          (!kOneSum && accumulate ? Vec::loadu(to) + sums[i][j] : sums[i][j]).store(to);
+          Vec sum = sums[i][j];
+          if (out.scales != nullptr) {
+            const acc_t* scales = out.scales + tile * kTileCols + j * Vec::size();
+            sum = vec::fmadd(
+                sum, Vec::loadu(scales), accumulate ? Vec::loadu(to) : Vec(0));
+          } else if (!kOneSum && accumulate) {
+            sum = Vec::loadu(to) + sum;
+          }
+          sum.store(to);
         }
       }
       accumulate = true;

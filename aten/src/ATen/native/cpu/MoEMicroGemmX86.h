@@ -20,6 +20,14 @@ namespace at::native {
 inline namespace CPU_CAPABILITY {
 namespace moe_cpu {
 
+// Whether L1 has 48 KiB, as that of Zen 5 with two products a cycle, rather than the 32 KiB of Zen 4
+// with one.
+inline bool has_large_l1() {
+  static const bool has =
+      at::cpu::get_cpu_capabilities().at("l1d_cache_size").toInt() >= 48 * 1024;
+  return has;
+}
+
 // Fetches the next panel into L2 during products: some cache lines per call, so that
 // nothing waits for them.
 class PanelPrefetch {
@@ -563,24 +571,16 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
   // time.
   static constexpr int64_t kPageAhead = 4096;
 
-  // Whether this is Zen 5, with 48 KiB of L1 and two products a cycle, rather than Zen 4, with 32 KiB
-  // and one.
-  static bool is_wide() {
-    static const bool is =
-        at::cpu::get_cpu_capabilities().at("l1d_cache_size").toInt() >= 48 * 1024;
-    return is;
-  }
-
   // How far ahead one or two rows fetch, which read lines one after the other.
   static int64_t ahead() {
-    return is_wide() ? 4096 : 1024;
+    return has_large_l1() ? 4096 : 1024;
   }
 
   // Elements of K that are multiplied for a whole panel before the next ones, so that six rows of them
   // stay in L1. Up to a quarter more is not worth a cut. Zen 4 reads rows from L2 in time.
   static int64_t cut_depth(int64_t depth) {
     constexpr int64_t most = 2048;
-    if (!is_wide() || depth <= most + most / 4) {
+    if (!has_large_l1() || depth <= most + most / 4) {
       return depth;
     }
     return round_up(ceil_div(depth, ceil_div(depth, most)), kStep);
