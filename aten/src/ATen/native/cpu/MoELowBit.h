@@ -347,44 +347,53 @@ class LowBitSource {
     }
     const LowBitView& w = parts_[0];
     const bool in_blocks = w.scaling == Scaling::Blocks;
-    const int64_t step =
+    const int64_t block =
         in_blocks ? std::min(Micro::kMinDepth, w.scale.block_cols) : Micro::kMinDepth;
-    alignas(64) acc_t scales[kPanelCols] = {};
     const auto scales_sums = [&] {
       if constexpr (requires { Micro::kSumDepth; }) {
-        return in_blocks && step <= Micro::kSumDepth;
+        return in_blocks && block <= Micro::kSumDepth;
       }
       return false;
     }();
+    // The words of a tile as wide as the panel follow each other, so that a block can be a part of it.
+    const int64_t step = scales_sums && Micro::kTileCols == kPanelCols
+        ? Micro::kMinDepth / block * block
+        : block;
+    alignas(64) acc_t scales[kPanelCols] = {};
     if ((in_blocks && !scales_sums) || part_depth == 0) {
       std::fill_n(c, rows * kPanelCols, acc_t(0));
     }
     for (int64_t k0 = 0; k0 < part_depth; k0 += step) {
-      const int64_t depth = std::min(step, part_depth - k0);
-      auto ahead = prefetch_after<Micro>(expert, columns, rows, k0, depth);
+      const int64_t end = std::min(k0 + step, part_depth);
+      auto ahead = prefetch_after<Micro>(expert, columns, rows, k0, end - k0);
       for (const auto& span : columns.spans) {
         if (span.count > 0) {
-          pack<Micro>(expert, span, k0, depth, packed);
+          pack<Micro>(expert, span, k0, end - k0, packed);
         }
       }
-      if (in_blocks) {
-        load_scales(expert, columns, k0, scales);
-      }
-      if (!in_blocks || scales_sums) {
-        Micro::multiply(
-            rows, columns.end(), depth, {a.lines, a.ld, a.offset + k0}, packed,
-            {c, k0 > 0, in_blocks ? scales : nullptr}, ahead);
-        continue;
-      }
-      // A few rows at a time, so that the sums of a block stay in cache.
-      constexpr int64_t kRows = std::max<int64_t>(1, 48 / Micro::kTileRows) * Micro::kTileRows;
-      alignas(64) acc_t sums[kRows * kPanelCols];
-      for (int64_t row = 0; row < rows; row += kRows) {
-        const int64_t count = std::min(kRows, rows - row);
-        Micro::multiply(
-            count, columns.end(), depth, {a.lines + row, a.ld, a.offset + k0}, packed,
-            {sums, false}, ahead);
-        add_scaled(sums, scales, count, c + row * kPanelCols);
+      for (int64_t k = k0; k < end; k += block) {
+        const int64_t depth = std::min(block, end - k);
+        const operand_t* panel = packed + (k - k0) * kPanelCols;
+        if (in_blocks) {
+          load_scales(expert, columns, k, scales);
+        }
+        if (!in_blocks || scales_sums) {
+          Micro::multiply(
+              rows, columns.end(), depth, {a.lines, a.ld, a.offset + k}, panel,
+              {c, k > 0, in_blocks ? scales : nullptr}, ahead);
+          continue;
+        }
+        // A few rows at a time, so that the sums of a block stay in cache.
+        constexpr int64_t kRows =
+            std::max<int64_t>(1, 48 / Micro::kTileRows) * Micro::kTileRows;
+        alignas(64) acc_t sums[kRows * kPanelCols];
+        for (int64_t row = 0; row < rows; row += kRows) {
+          const int64_t count = std::min(kRows, rows - row);
+          Micro::multiply(
+              count, columns.end(), depth, {a.lines + row, a.ld, a.offset + k}, panel,
+              {sums, false}, ahead);
+          add_scaled(sums, scales, count, c + row * kPanelCols);
+        }
       }
     }
     if (w.scaling == Scaling::Rows) {

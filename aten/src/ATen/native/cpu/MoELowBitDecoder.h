@@ -54,18 +54,20 @@ C10_ALWAYS_INLINE void fetch(const uint8_t* from, bool is_l1_large) {
 
 // ---- reading --------------------------------------------------------------------------------
 
-// Reads a stretch of kLines lines from double word d0, at most to `total`.
+// A stretch of kLines lines from double word d0, at most to `total`: where it is, or in `raw`.
 template <typename Codes>
-C10_ALWAYS_INLINE void read_lines(
+C10_ALWAYS_INLINE const Ints* read_lines(
     const LowBitView& w, const uint8_t* lines, int64_t d0, int64_t total, Ints (&raw)[kStretch]) {
   const int64_t here = std::min(kStretch, total - d0);
   if (w.panels) {
-    for (const auto i : c10::irange(here)) {
-      const uint8_t* from = lines + (d0 + i) * 4 * kPanelLines;
-      _mm_prefetch(reinterpret_cast<const char*>(from + kAhead), _MM_HINT_T1);
-      raw[i] = ordered<Codes::kBits, /*panels=*/true>(load_ints(from));
+    const uint8_t* from = lines + d0 * 4 * kPanelLines;
+    if (kReadsInPlace) {
+      return reinterpret_cast<const Ints*>(from);
     }
-    return;
+    for (const auto i : c10::irange(here)) {
+      raw[i] = ordered<Codes::kBits, /*panels=*/true>(load_ints(from + i * 4 * kPanelLines));
+    }
+    return raw;
   }
   if (here == kStretch) {
     transpose_lines(lines + d0 * 4, w.row_bytes, raw);
@@ -76,6 +78,7 @@ C10_ALWAYS_INLINE void read_lines(
   for (int i = 0; i < kStretch; ++i) {
     raw[i] = ordered<Codes::kBits, /*panels=*/false>(raw[i]);
   }
+  return raw;
 }
 
 // The double words of a group's lines in the order of K, registers of kLines of them. Fetches what
@@ -103,11 +106,11 @@ class LineReader {
       return reinterpret_cast<const Ints*>(from);
     }
     if (d0 % kStretch == 0) {
-      if (near > 0 && !w.panels) {
-        MOE_UNROLL
-        for (int64_t i = 0; i < kLines * kStretch * 4; i += 64) {
-          prefetch(lines_ + group_->ahead + d0 * kLines * 4 + i);
-        }
+      const int64_t together = 4 * (w.panels ? kPanelLines : kLines);
+      const uint8_t* ahead = lines_ + (w.panels ? kAhead : group_->ahead) + d0 * together;
+      MOE_UNROLL
+      for (int64_t i = 0; near > 0 && i < kStretch * together; i += 64) {
+        prefetch(ahead + i);
       }
       read_lines<Codes>(w, lines_, d0, total_, raw_);
     }
@@ -692,8 +695,8 @@ bool pack_lines(
   bool is_rare = false;
   for (int64_t d0 = k0 / kElements; d0 < end; d0 += kStretch) {
     const int64_t here = std::min(kStretch, end - d0);
-    Ints raw[kStretch];
-    read_lines<Codes>(w, lines, d0, end, raw);
+    Ints staged[kStretch];
+    const Ints* raw = read_lines<Codes>(w, lines, d0, end, staged);
     for (const auto i : c10::irange(here)) {
       if constexpr (std::is_same_v<Codes, FoldedCodes<operand_t>>) {
         if (w.scaling == Scaling::Folded && i % kPiece == 0) {
@@ -703,7 +706,7 @@ bool pack_lines(
         }
       }
       typename Codes::Numbers numbers;
-      codes.decode(raw[i], fold, numbers);
+      codes.decode(load_ints(raw + i), fold, numbers);
       operand_t* to = panel + ((d0 + i) * kElements - k0) * ld;
       unrolled<kElements / 2>([&](auto pair) MOE_INLINE {
         constexpr int j = decltype(pair)::value;
