@@ -33,7 +33,10 @@ bool moe_mlp_low_bit_kernel(const moe::ScaledCall& call, const Tensor& output) {
         !Int8LowBitSource::is_supported(w_out)) {
       return false;
     }
-    in.input = moe::dequantize({call.lists.input[0], call.lists.input[1]}, *call.rule_a, 1, dtype);
+    const auto& codes = call.lists.input[0];
+    const moe::Quantized rows{codes.contiguous(), call.lists.input[1].contiguous()};
+    in.input = codes.new_empty(codes.sizes(), codes.options().dtype(dtype));
+    moe_dequantize_stub(kCPU, rows, *call.rule_a, in.input);
   }
   for (Tensor* bias : {&in.b_in, &in.b_out}) {
     if (bias->defined()) {
