@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import torch
+from torch.nn.functional import ScalingType
 from torch.nn.utils._moe_low_bit import pack_panels
 from torch.profiler import profile
 from torch.testing._internal.common_moe import (
@@ -141,6 +142,28 @@ class TestMoeLowBit(TestCase):
             case = MoeCase("even", num_tokens=11, dim=14, hidden=6, num_experts=5)
         layer = Layer(case, fmt, torch.bfloat16, bias=True)
         layer.check(layer.run(), case.name)
+
+    @all_formats
+    @parametrize("tokens", [2, 60])
+    def test_no_hidden_units(self, fmt, tokens):
+        """A sum over nothing is 0, and there may be no scale to read."""
+        layer = Layer(shape_of(fmt, 128, 128, num_tokens=tokens), fmt, torch.bfloat16)
+        in_blocks = fmt.scaling is not ScalingType.RowWise
+
+        def cut(scale, dim):
+            return scale.narrow(dim, 0, 0) if scale.dim() == 3 else scale
+
+        layer.w_in = dataclasses.replace(
+            layer.w_in, data=layer.w_in.data[:, :0], scale=cut(layer.w_in.scale, 1)
+        )
+        layer.w_out = dataclasses.replace(
+            layer.w_out,
+            data=layer.w_out.data[:, :, :0],
+            scale=cut(layer.w_out.scale, 2) if in_blocks else layer.w_out.scale,
+        )
+        for int8 in (False, True) if fmt.takes_int8_rows else (False,):
+            actual = layer.run(int8=int8)
+            self.assertEqual(actual, torch.zeros_like(layer.input), rtol=0, atol=0)
 
     @parametrize("activation", list(ACTIVATIONS))
     @parametrize("name", ["fp8_rowwise", "mxfp4"])

@@ -330,6 +330,10 @@ class LowBitSource {
       acc_type<typename Micro::operand_t>* c) const {
     using operand_t = typename Micro::operand_t;
     using acc_t = acc_type<operand_t>;
+    if (part_depth == 0) {
+      std::fill_n(c, rows * kPanelCols, acc_t(0));
+      return;
+    }
     // For few rows weights are decoded in registers and not packed.
     const bool is_done = any_decoder([&](auto decoder) {
       using Decoder = decltype(decoder);
@@ -360,7 +364,7 @@ class LowBitSource {
         ? Micro::kMinDepth / block * block
         : block;
     alignas(64) acc_t scales[kPanelCols] = {};
-    if ((in_blocks && !scales_sums) || part_depth == 0) {
+    if (in_blocks && !scales_sums) {
       std::fill_n(c, rows * kPanelCols, acc_t(0));
     }
     for (int64_t k0 = 0; k0 < part_depth; k0 += step) {
@@ -571,6 +575,10 @@ class Int8LowBitSource : public LowBitSource {
       int64_t expert, const PanelColumns& columns, int64_t rows,
       const RowLines<typename Micro::operand_t>& a, typename Micro::operand_t* packed,
       acc_type<typename Micro::operand_t>* c) const {
+    if (part_depth == 0) {
+      std::fill_n(c, rows * kPanelCols, 0);
+      return;
+    }
     if constexpr (std::is_same_v<acc_type<typename Micro::operand_t>, float>) {
       const bool is_done = any_decoder([&](auto decoder) {
         const auto groups = line_groups<decltype(decoder)>(columns, c);
