@@ -59,7 +59,7 @@ inline const std::array<float, 256>& values_of(LowBitCodes codes) {
 
 // Scales by (expert, row, element of K).
 struct ScaleView {
-  static constexpr int64_t kBlocksAhead = 8;  // scales are fetched
+  static constexpr int64_t kBlocksAhead = 8;  // how many blocks ahead scales are fetched
   bool is_pow2;  // bytes of E8M0, else float
   const void* data;
   int64_t expert_stride;  // in elements
@@ -353,6 +353,7 @@ class LowBitSource {
     const bool in_blocks = w.scaling == Scaling::Blocks;
     const int64_t block =
         in_blocks ? std::min(Micro::kMinDepth, w.scale.block_cols) : Micro::kMinDepth;
+    // Whether the product multiplies by the scales; AmxGemm cannot.
     const auto scales_sums = [&] {
       if constexpr (requires { Micro::kSumDepth; }) {
         return in_blocks && block <= Micro::kSumDepth;

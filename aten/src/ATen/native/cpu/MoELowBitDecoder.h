@@ -8,7 +8,7 @@
 //   kGroups               groups of lines that are multiplied at a time, by log2 of the rows
 //   kSlicesInt8           whether Int8Slices is used for more rows
 //   kUnrolls, kMasksTails whether blocks are unrolled; whether fewer scales can be transposed
-//   kReadsInPlace         whether few rows read panels where they lie
+//   kReadsInPlace         whether panels are read where they lie
 //   Floats, Ints, Rare    registers, and a mask of the lines with a rare scale
 //   Int4, E2M1, Int8, E4M3, FoldedCodes<Row>    how codes become numbers: decode() a register,
 //                         of which pair<j>() has elements 2 j and 2 j + 1; fold() of E8M0 scales

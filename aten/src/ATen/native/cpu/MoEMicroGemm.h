@@ -35,8 +35,8 @@ struct RowLines {
   int64_t offset;
 };
 
-// The result of a product: [c +] a b with leading dimension kPanelCols. A micro-GEMM with kSumDepth
-// multiplies columns of a b by `scales`, if there are any and K is at most kSumDepth.
+// The result of a product: [c +] a b with leading dimension kPanelCols. If `scales` is not null, each
+// column of a b is multiplied by its scale first; only micro-GEMMs with kSumDepth can, for K up to it.
 template <typename acc_t>
 struct ProductTile {
   acc_t* c;

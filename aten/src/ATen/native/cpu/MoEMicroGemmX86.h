@@ -20,11 +20,24 @@ namespace at::native {
 inline namespace CPU_CAPABILITY {
 namespace moe_cpu {
 
-// Whether L1 has 48 KiB, as that of Zen 5 with two products a cycle, rather than the 32 KiB of Zen 4
-// with one.
+// None if cpuinfo does not know it.
+inline c10::IValue cpu_capability(const char* name) {
+  const auto capabilities = at::cpu::get_cpu_capabilities();
+  const auto found = capabilities.find(name);
+  return found == capabilities.end() ? c10::IValue() : found->second;
+}
+
+inline bool has_instructions(const char* name) {
+  const auto found = cpu_capability(name);
+  return found.isBool() && found.toBool();
+}
+
+// Whether L1 has at least 48 KiB, as on Zen 5 (two products a cycle), not 32 KiB, as on Zen 4 (one).
 inline bool has_large_l1() {
-  static const bool has =
-      at::cpu::get_cpu_capabilities().at("l1d_cache_size").toInt() >= 48 * 1024;
+  static const bool has = [] {
+    const auto bytes = cpu_capability("l1d_cache_size");
+    return bytes.isInt() && bytes.toInt() >= 48 * 1024;
+  }();
   return has;
 }
 
@@ -732,12 +745,6 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
     return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
   }
 };
-
-inline bool has_instructions(const char* name) {
-  const auto capabilities = at::cpu::get_cpu_capabilities();
-  const auto found = capabilities.find(name);
-  return found != capabilities.end() && found->second.toBool();
-}
 
 #endif
 
