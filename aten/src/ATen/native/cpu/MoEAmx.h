@@ -32,6 +32,7 @@ struct NativeRounding {
 };
 
 class AmxGemm : public NativeRounding {
+ protected:
   // Rows (and columns of floats, and pairs of bfloat16) of a tile.
   static constexpr int64_t kTile = 16;
   static constexpr int64_t kBlock = 2 * kTile;
@@ -75,7 +76,7 @@ class AmxGemm : public NativeRounding {
         for (int64_t j = 0; j < n; j += kBlock) {
           block(
               a.lines[row] + a.offset + k0, a.ld, b + k0 * kPanelCols + 2 * j, depth,
-              {out.c + row * kPanelCols + j, out.accumulate || k0 > 0});
+              {out.c + row * kPanelCols + j, out.accumulate || k0 > 0}, nullptr);
         }
       }
       if (rows < kBlock || whole < k) {
@@ -85,7 +86,7 @@ class AmxGemm : public NativeRounding {
     }
   }
 
- private:
+ protected:
   // The operand of LDTILECFG for blocks of `rows` rows and steps of that depth, at most
   // 32 each. Tiles 0 to 3 are a block of C, 4 and 5 rows of A, 6 and 7 columns of B. The
   // last half of C and A may have fewer rows.
@@ -111,13 +112,14 @@ class AmxGemm : public NativeRounding {
     _tile_loadconfig(&config);
   }
 
-  // 32 columns and up to 32 rows of C; with_lower: more than 16 rows.
-  template <bool with_lower>
+  // 32 columns and up to 32 rows of C; with_lower: more than 16 rows. Rows of B and C have `cols` words.
+  // Fetches the rows of A from `next` on, unless it is null.
+  template <bool with_lower, int64_t cols = kPanelCols>
   MOE_AMX_TARGET static void multiply_block(
       const BFloat16* a, int64_t ld_a, const BFloat16* b, int64_t depth,
-      const ProductTile<float>& out) {
-    constexpr int64_t ld = 4 * kPanelCols;  // of words, in bytes
-    float* c_lower = out.c + kTile * kPanelCols;
+      const ProductTile<float>& out, const BFloat16* next) {
+    constexpr int64_t ld = 4 * cols;  // in bytes
+    float* c_lower = out.c + kTile * cols;
     if (out.accumulate) {
       _tile_loadd(0, out.c, ld);
       _tile_loadd(1, out.c + kTile, ld);
@@ -132,10 +134,13 @@ class AmxGemm : public NativeRounding {
       _tile_zero(3);
     }
     for (int64_t k = 0; k < depth; k += kBlock) {
+      for (int64_t i = 0; next != nullptr && i < (with_lower ? kBlock : kTile); ++i) {
+        prefetch(next + i * ld_a + k);
+      }
       _tile_loadd(4, a + k, 2 * ld_a);
-      _tile_loadd(6, b + k * kPanelCols, ld);
+      _tile_loadd(6, b + k * cols, ld);
       _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(7, b + k * kPanelCols + kBlock, ld);
+      _tile_loadd(7, b + k * cols + kBlock, ld);
       _tile_dpbf16ps(1, 4, 7);
       if constexpr (with_lower) {
         _tile_loadd(5, a + kTile * ld_a + k, 2 * ld_a);

@@ -335,6 +335,13 @@ class WeightSource {
         n_stride};
   }
 
+  // Whether all columns are dense along K.
+  bool is_along_k() const {
+    return std::all_of(std::begin(parts_), std::end(parts_), [&](const Part& part) {
+      return part.data == nullptr || (transposed_ ? part.col_stride : part.row_stride) == 1;
+    });
+  }
+
   // Packs columns of `span`, rows [k0, k0 + depth) of a part of K, into a panel. `fetches`
   // the next operand: the same columns further down, then those of the next panel.
   template <typename Micro>
@@ -360,7 +367,7 @@ class WeightSource {
     return w.size(dim) <= 1 ? 1 : w.stride(dim);
   }
 
-  Part parts_[2];
+  Part parts_[2] = {};
   bool transposed_;
 };
 
@@ -441,6 +448,9 @@ class ExpertGemm {
     work_.emplace(std::move(blocks), panels, threads, kTasksPerThread);
     scratch_ = reserve(rows);
     scratch_.allocate(work_->threads());
+    if constexpr (requires { Micro::packs_rows(weights); }) {
+      packs_rows_ = row_length_ >= row_size_ && Micro::packs_rows(weights);
+    }
   }
 
   template <typename ColumnsFn, typename EpilogueFn>
@@ -519,6 +529,19 @@ class ExpertGemm {
       const Block& block, int64_t part, int64_t k0, int64_t depth, int64_t offset,
       const Buffers& at) const {
     const int64_t rows = block.rows();
+    if constexpr (requires { Micro::packs_rows(weights_); }) {
+      if (packs_rows_) {
+        for (int64_t i = 0; i < rows; i += Micro::kTileRows) {
+          const operand_t* from[Micro::kTileRows] = {};
+          for (const auto j : c10::irange(std::min(Micro::kTileRows, rows - i))) {
+            from[j] = source_.row(block.begin + i + j, part * depth);
+          }
+          at.lines[i] = at.rows + i * row_length_;
+          Micro::pack_rows(from, depth, at.rows + i * row_length_ + offset * Micro::kTileRows);
+        }
+        return;
+      }
+    }
     for (const auto i : c10::irange(in_place_ ? rows : round_up(rows, Micro::kTileRows))) {
       const scalar_t* row = i < rows ? source_.row(block.begin + i) : nullptr;
       if constexpr (std::is_same_v<scalar_t, operand_t>) {
@@ -612,6 +635,7 @@ class ExpertGemm {
   const int64_t padded_depth_;  // of a part of K
   const int64_t row_size_;      // elements of a row as an operand
   bool in_place_;               // rows in memory are operands
+  bool packs_rows_ = false;     // with Micro::pack_rows()
   const std::vector<operand_t> zeros_;  // the row of padding
   int64_t row_length_ = row_size_;      // elements of a row packed at a time, or between rows
   int64_t depth_ = Micro::kDepth;       // of a packed panel

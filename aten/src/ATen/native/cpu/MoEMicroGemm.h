@@ -17,6 +17,7 @@
 //   multiply_stored()          a product with weights as they are stored
 //   multiply_runs(), kFewRows  products of few rows with panels side by side
 //   spreads_rows(), kRowGap    whether many rows are copied, with a gap in between
+//   packs_rows(), pack_rows()  whether rows are packed for multiply_stored(), and how
 // An element is summed over ascending k, in an order independent of the number of
 // rows and threads.
 

@@ -191,6 +191,101 @@ struct FastGemm : Micro, FastPacking<typename Micro::operand_t> {
   using Prefetch = PanelPrefetch;
 };
 
+#ifdef MOE_HAS_AMX
+// Multiplies weights that lie along K as they are stored: 32 of their lines are the left operand, and 32
+// rows of a block, which are packed once, the right one. Products are added in the order of AmxGemm, so a
+// row has the same bits.
+struct TileGemm : FastGemm<AmxGemm> {
+  // Whether the rows of a block are packed with pack_rows(). An odd K would need the elements after a line.
+  static bool packs_rows(const WeightSource<BFloat16>& weights) {
+    return weights.part_depth % 2 == 0 && weights.is_along_k();
+  }
+
+  // Packs kTileRows rows, null for zeros, as the columns of a panel of that many.
+  static void pack_rows(const BFloat16* const* rows, int64_t depth, BFloat16* to) {
+    for (int64_t i = 0; i < kBlock; i += kTile) {
+      for (int64_t k = 0; k < depth; k += kBlock) {
+        const int64_t pairs = std::min(kTile, (depth - k) / 2);
+        const auto mask = static_cast<__mmask16>((1 << pairs) - 1);
+        transpose_words(
+            [&](int64_t j) {
+              const BFloat16* row = rows[i + j];
+              return row == nullptr
+                  ? _mm512_setzero_ps()
+                  : _mm512_castsi512_ps(_mm512_maskz_loadu_epi32(mask, row + k));
+            },
+            [&](int64_t pair, __m512 x) {
+              if (pair < pairs) {
+                _mm512_storeu_ps(to + (k / 2 + pair) * 2 * kBlock + 2 * i, x);
+              }
+            });
+      }
+    }
+  }
+
+  // See ThinGemm.
+  static bool multiply_stored(
+      const WeightSource<BFloat16>& weights, const Block& block, const PanelColumns& columns,
+      const Panel& next, const BFloat16* const* rows, float* c) {
+    if (!packs_rows(weights)) {
+      return false;
+    }
+    for (const auto i : c10::irange(2)) {
+      for (int64_t first = 0; first < columns.spans[i].count; first += kBlock) {
+        multiply_lines(
+            weights, block, columns.spans[i], first, next.expert, next.columns.spans[i], rows, c);
+      }
+    }
+    return true;
+  }
+
+ private:
+  // The lines of a span from `first` on. Few rows fetch those that are read next: the lines that follow,
+  // or the first ones of the next panel.
+  MOE_AMX_TARGET static void multiply_lines(
+      const WeightSource<BFloat16>& weights, const Block& block, const PanelSpan& span,
+      int64_t first, int64_t next_expert, const PanelSpan& next_span, const BFloat16* const* rows,
+      float* c) {
+    const bool is_last = first + kBlock >= span.count;
+    const int64_t depth = weights.part_depth, whole = depth / kBlock * kBlock;
+    const int64_t lines = std::min(kBlock, span.count - first);
+    const bool has_tails = lines < kBlock || whole < depth;
+    const auto multiply =
+        lines > kTile ? &multiply_block<true, kBlock> : &multiply_block<false, kBlock>;
+    alignas(64) float sums[kBlock * kBlock];
+    for (int64_t row = 0; row < block.rows(); row += kBlock) {
+      for (const auto part : c10::irange(weights.k_parts)) {
+        const auto w = weights.view(block.expert, span, part, 0);
+        const BFloat16* from = w.data + first * w.n_stride;
+        const BFloat16* next = is_last ? weights.view(next_expert, next_span, part, 0).data
+                                       : from + kBlock * w.n_stride;
+        const BFloat16* x = rows[row] + part * depth * kBlock;
+        for (int64_t k = 0, count = 0; k < depth; k += count) {
+          count = k < whole ? whole : depth - whole;
+          if (has_tails) {
+            configure(lines, std::min(count, kBlock));
+          }
+          multiply(
+              from + k, w.n_stride, x + k * kBlock, count, {sums, part + k > 0},
+              block.rows() <= kBlock ? next + k : nullptr);
+        }
+      }
+      for (int64_t i = 0; i < lines; i += kTile) {
+        for (int64_t j = 0; j < std::min(kBlock, block.rows() - row); j += kTile) {
+          float* to = c + (row + j) * kPanelCols + span.at + first + i;
+          transpose_words(
+              [&](int64_t line) { return _mm512_load_ps(sums + (i + line) * kBlock + j); },
+              [&](int64_t at, __m512 x) { _mm512_storeu_ps(to + at * kPanelCols, x); });
+        }
+      }
+    }
+    if (has_tails) {
+      configure(kBlock, kBlock);
+    }
+  }
+};
+#endif
+
 // Products of few rows with stored, not packed weights: a decode step reads every weight
 // once and should do little else. The order of addition is that of VecGemm, so a row has the
 // same bits as among many others.
@@ -513,7 +608,7 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
       const WeightSource<BFloat16>& weights, const Block& block, const ColumnsFn& columns,
       int64_t panels, const BFloat16* const* rows, float* sums, int64_t size) {
     const int64_t tile = block.rows() * kPanelCols;
-    if (block.rows() > 2 || !is_along_k(weights, block.expert, columns(0))) {
+    if (block.rows() > 2 || !takes(weights)) {
       return ThinGemm::multiply_runs(weights, block, columns, panels, rows, sums, size);
     }
     panels = std::min(panels, size / tile);
@@ -530,7 +625,7 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
   static bool multiply_stored(
       const WeightSource<BFloat16>& weights, const Block& block, const PanelColumns& columns,
       const Panel& next, const BFloat16* const* rows, float* c) {
-    if (!is_along_k(weights, block.expert, columns)) {
+    if (!takes(weights)) {
       return false;
     }
     for (const auto i : c10::irange(2)) {
@@ -540,15 +635,8 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
   }
 
  private:
-  static bool is_along_k(
-      const WeightSource<BFloat16>& weights, int64_t expert, const PanelColumns& columns) {
-    bool found = weights.part_depth % 2 == 0;
-    for (const auto part : c10::irange(weights.k_parts)) {
-      for (const auto& span : columns.spans) {
-        found &= span.count == 0 || weights.view(expert, span, part, 0).k_stride == 1;
-      }
-    }
-    return found;
+  static bool takes(const WeightSource<BFloat16>& weights) {
+    return weights.part_depth % 2 == 0 && weights.is_along_k();
   }
 
   // Multiplies the rows of a block by the lines of span s, and fetches lines of the same span of `next`.
@@ -764,7 +852,7 @@ void dispatch_fast_micro_gemm(ScalarType dtype, const Fn& fn) {
       static const bool has_amx =
           has_dot && has_instructions("amx_bf16") && at::cpu::init_amx();
       if (has_amx) {
-        return fn(BFloat16(0), FastGemm<AmxGemm>());
+        return fn(BFloat16(0), TileGemm());
       }
       // On Intel the instruction takes as long as four float products and computes two.
       static const bool is_fast = has_dot && !__builtin_cpu_is("intel");
