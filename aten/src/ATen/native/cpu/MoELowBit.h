@@ -584,7 +584,7 @@ class Int8LowBitSource : public LowBitSource {
       const bool is_done = any_decoder([&](auto decoder) {
         const auto groups = line_groups<decltype(decoder)>(columns, c);
         return !groups.empty() &&
-            decltype(decoder)::multiply_int8(groups, expert, rows, a.lines, packed);
+            decltype(decoder)::template multiply_int8<Micro>(groups, expert, rows, a.lines, packed);
       });
       if (is_done) {
         return;

@@ -16,6 +16,8 @@
 //                         minus kShift
 //   add_pair(), add_int8(), store_pair()    multiply and store them
 //   Traits, may_multiply(), packs(), underflows(), PackMode    cases left to the caller
+//
+// MoELowBitInt8.h has the products of rows rounded to int8.
 
 constexpr int64_t kBlock = 32;    // elements of the smallest block of a scale
 constexpr int64_t kAhead = 4096;  // bytes that panels are fetched ahead
@@ -24,9 +26,6 @@ constexpr int64_t kAhead = 4096;  // bytes that panels are fetched ahead
 // 8-bit codes has so little to compute that a fetch far ahead delays the reads that are needed now.
 template <typename Codes, int M>
 constexpr int64_t kNear = Codes::kBits == 4 ? kAhead : M == 1 ? kAhead / 2 : 2 * kAhead;
-// The same for rows rounded to int8.
-template <typename Weights>
-constexpr int64_t kInt8Near = 8 / Weights::kBits * kAhead;
 
 // Fetches `count` cache lines, into L1 if it is large.
 template <int count>
@@ -329,62 +328,6 @@ bool multiply_lines(const LineGroup* groups, int64_t expert, const Row* const* x
   return !is_rare;
 }
 
-// What the shift of weights adds to their product with a row, given the sum of the row's codes.
-template <typename Weights>
-C10_ALWAYS_INLINE Ints shift_of(const int32_t* sum) {
-  return multiply_ints(all_ints(*sum), all_ints(-Weights::kShift));
-}
-
-// The same for one group and rows rounded to int8. A group lies in one piece of memory, which is
-// read faster than several pieces in turns. `whole`: a block is a row.
-template <typename Weights, bool whole, int M>
-bool multiply_int8_lines(const LineGroup* group, int64_t expert, const void* const* x) {
-  constexpr int64_t kElements = 32 / Weights::kBits, kPiece = Int8Row::kPiece / kElements;
-  const Int8Row layout(*group->w);
-  const int64_t total = layout.depth / kElements;
-  const Weights weights;
-  LineScales scales;
-  LineReader<Weights, kInt8Near<Weights>> lines;
-  Floats sums[M];
-  const int32_t* codes[M];
-  const float* row_scales[M];
-  const int32_t* row_sums[M];
-  scales.begin(*group->w, expert, group->row);
-  lines.begin(*group, expert, total);
-  MOE_UNROLL
-  for (int r = 0; r < M; ++r) {
-    void* record = const_cast<void*>(x[r]);
-    sums[r] = all_floats(0);
-    codes[r] = reinterpret_cast<const int32_t*>(Int8Row::codes(record));
-    row_scales[r] = layout.scales(record);
-    row_sums[r] = layout.sums(record);
-  }
-  int64_t d0 = 0;
-  for (int64_t block = 0; d0 < total; ++block) {
-    const int64_t end = whole ? total : std::min(d0 + layout.block / kElements, total);
-    Ints products[1][M];
-    MOE_UNROLL
-    for (int r = 0; r < M; ++r) {
-      products[0][r] = shift_of<Weights>(row_sums[r] + block);
-    }
-    for (; d0 < end; d0 += kPiece) {
-      const Ints* const from[] = {lines.read(d0)};
-      add_int8(from, weights, codes, d0 * kElements / 4, products);
-    }
-    const Floats scale = multiply_floats(scales.values(block), all_floats(Weights::kUnit));
-    MOE_UNROLL
-    for (int r = 0; r < M; ++r) {
-      sums[r] = fma(
-          multiply_floats(to_floats(products[0][r]), scale), all_floats(row_scales[r][block]),
-          whole ? all_floats(0) : sums[r]);
-    }
-  }
-  for (int r = 0; r < M; ++r) {
-    store_floats(group->c + r * kPanelCols, sums[r]);
-  }
-  return !is_any(scales.rare);
-}
-
 // A kernel for some number of rows, and how many groups of lines it takes.
 template <typename Row>
 struct Kernel {
@@ -427,13 +370,6 @@ Kernel<Row> find_multiply(const LowBitView& w, int64_t rows) {
           : w.scaling == Scaling::Rows ? multiply_lines_of<Row, E4M3, Scaling::Rows>(rows)
                                        : multiply_lines_of<Row, E4M3, Scaling::Blocks>(rows);
   }
-}
-
-template <typename Weights, bool whole>
-Kernel<void> multiply_int8_lines_of(int64_t rows) {
-  return with_log_rows<kMaxInt8Rows>(rows, [](auto log) {
-    return Kernel<void>{&multiply_int8_lines<Weights, whole, 1 << log>};
-  });
 }
 
 // Group g + q of `count` that are multiplied at a time, with the one to be read after it, which may be
@@ -485,198 +421,7 @@ bool multiply_groups(
   return true;
 }
 
-// ---- many rows rounded to int8 ----------------------------------------------------------------
-
-// The products of two groups of lines, a slice of K at a time, so that their codes stay in L1 for all
-// rows. `whole`: a block is a row, and its sums are integers until the last slice.
-template <typename Weights, bool whole>
-class Int8Slices {
- public:
-  static constexpr int Q = 2;
-  static constexpr int64_t kBytes = 256;  // of a line
-  // Elements of K; blocks divide them, or are a row.
-  static constexpr int64_t kSlice = kBytes * 8 / Weights::kBits;
-
-  // `scratch` has room for the codes of a slice.
-  Int8Slices(const LineGroup (&groups)[Q], int64_t expert, Ints* scratch)
-      : groups_(groups), expert_(expert), layout_(*groups[0].w), scratch_(scratch) {
-    for (int q = 0; q < Q; ++q) {
-      scales_[q].begin(*groups[q].w, expert, groups[q].row);
-    }
-  }
-
-  // Goes to the slice from element k0 of K. Returns whether all scales are regular.
-  bool begin(int64_t k0) {
-    k0_ = k0;
-    depth_ = std::min(kSlice, layout_.depth - k0);
-    Ints* to = scratch_;
-    bool is_rare = false;
-    for (int q = 0; q < Q; ++q) {
-      const LowBitView& w = *groups_[q].w;
-      const int64_t lines = w.panels ? kLines : 1;  // that follow each other
-      const uint8_t* first = w.at(expert_, groups_[q].row, 0) + k0 * Weights::kBits / 8 * lines;
-      next_[q] = is_last() ? groups_[q].next : first + kBytes * lines;
-      codes_[q] = w.panels ? reinterpret_cast<const Ints*>(first) : to;
-      if (!w.panels) {
-        to = gather(q, to);
-      }
-      const int64_t blocks = !whole ? ceil_div(depth_, layout_.block) : is_last() ? 1 : 0;
-      for (const auto i : c10::irange(blocks)) {
-        const Floats scale = scales_[q].values(whole ? 0 : k0 / layout_.block + i);
-        store_floats(factors_[i][q], multiply_floats(scale, all_floats(Weights::kUnit)));
-      }
-      is_rare = is_rare || is_any(scales_[q].rare);
-    }
-    return !is_rare;
-  }
-
-  // Adds the products of M of `count` rows, from `row` on; repeats the last one rather than take
-  // fewer. Fetches a part of the next slice, one of `turns`.
-  template <int M>
-  void multiply(
-      const void* const* rows, int64_t row, int64_t count, int64_t turn, int64_t turns) const {
-    const int32_t *codes[M], *row_sums[M];
-    const float* row_scales[M];
-    alignas(64) float unused[kLines] = {};
-    float* c[Q][M];
-    Ints products[Q][M];
-    Floats sums[Q][M];
-    const auto for_all = [&](const auto& fn) MOE_INLINE {
-      MOE_UNROLL
-      for (int r = 0; r < M; ++r) {
-        MOE_UNROLL
-        for (int q = 0; q < Q; ++q) {
-          fn(q, r, products[q][r], sums[q][r]);
-        }
-      }
-    };
-    MOE_UNROLL
-    for (int r = 0; r < M; ++r) {
-      void* record = const_cast<void*>(rows[std::min(row + r, count - 1)]);
-      codes[r] = reinterpret_cast<const int32_t*>(Int8Row::codes(record) + k0_);
-      row_scales[r] = layout_.scales(record) + k0_ / layout_.block;
-      row_sums[r] = layout_.sums(record) + k0_ / layout_.block;
-    }
-    for_all([&](int q, int r, Ints& product, Floats& sum) MOE_INLINE {
-      c[q][r] = row + r < count ? groups_[q].c + (row + r) * kPanelCols : unused;
-      sum = k0_ == 0 ? all_floats(0) : load_floats(c[q][r]);
-      if (whole) {
-        product = k0_ == 0 ? shift_of<Weights>(row_sums[r]) : as_ints(sum);
-      }
-    });
-    const Weights weights;
-    const int64_t pitch = groups_[0].w->panels ? kBytes : groups_[0].w->row_bytes;
-    const int64_t share = Weights::kBits / turns;
-    for (int64_t k = 0, block = 0; k < depth_; ++block) {
-      if (!whole) {
-        for_all([&](int, int r, Ints& product, Floats&) MOE_INLINE {
-          product = shift_of<Weights>(row_sums[r] + block);
-        });
-      }
-      const int64_t end = whole ? depth_ : std::min(k + layout_.block, depth_);
-      for (; k < end; k += kBlock) {
-        const int64_t at = k * Weights::kBits / 32;
-        for (const auto i : c10::irange(at + turn * share, at + (turn + 1) * share)) {
-          MOE_UNROLL
-          for (int q = 0; q < Q; ++q) {
-            fetch<1>(next_[q] + i * 64 / kBytes * pitch + i * 64 % kBytes, is_l1_large_);
-          }
-        }
-        const Ints* from[Q];
-        MOE_UNROLL
-        for (int q = 0; q < Q; ++q) {
-          from[q] = codes_[q] + at;
-        }
-        add_int8(from, weights, codes, k / 4, products);
-      }
-      if (!whole || is_last()) {
-        for_all([&](int q, int r, Ints& product, Floats& sum) MOE_INLINE {
-          const Floats scaled =
-              multiply_floats(to_floats(product), load_floats(factors_[block][q]));
-          sum = fma(scaled, all_floats(row_scales[r][block]), whole ? all_floats(0) : sum);
-        });
-      }
-    }
-    for_all([&](int q, int r, Ints& product, Floats& sum) MOE_INLINE {
-      store_floats(c[q][r], whole && !is_last() ? as_floats(product) : sum);
-    });
-  }
-
- private:
-  bool is_last() const {
-    return k0_ + kSlice >= layout_.depth;
-  }
-
-  // Writes the codes of a group that is not a panel in the order of one. Returns the end.
-  Ints* gather(int q, Ints* to) const {
-    LineReader<Weights, /*near=*/0> lines;
-    lines.begin(groups_[q], expert_, layout_.depth * Weights::kBits / 32);
-    for (int64_t k = k0_; k < k0_ + depth_; k += kBlock) {
-      const Ints* from = lines.read(k * Weights::kBits / 32);
-      for (const auto i : c10::irange(Weights::kBits)) {
-        store_ints(to++, load_ints(from + i));
-      }
-    }
-    return to;
-  }
-
-  const LineGroup (&groups_)[Q];
-  const int64_t expert_;
-  const Int8Row layout_;
-  Ints* const scratch_;
-  const bool is_l1_large_ = has_large_l1();
-  LineScales scales_[Q];
-  int64_t k0_ = 0, depth_ = 0;
-  const Ints* codes_[Q];
-  const uint8_t* next_[Q];  // what is read after the slice
-  alignas(64) float factors_[kSlice / kBlock][Q][kLines];  // scales times kUnit
-};
-
-template <typename Weights, bool whole>
-bool multiply_int8_slices(
-    const std::vector<LineGroup>& groups, int64_t expert, int64_t rows, const void* const* lines,
-    Ints* scratch) {
-  using Slices = Int8Slices<Weights, whole>;
-  constexpr int64_t kRows = 8, kMaxTurns = 4;
-  int64_t turns = 1;
-  while (turns < kMaxTurns && 2 * turns * kRows < rows + kRows) {
-    turns *= 2;
-  }
-  const int64_t depth = groups[0].w->depth;
-  for (size_t g = 0; g < groups.size(); g += Slices::Q) {
-    LineGroup some[Slices::Q];
-    for (int q = 0; q < Slices::Q; ++q) {
-      some[q] = group_of(groups, expert, g, q, Slices::Q);
-    }
-    Slices slices(some, expert, scratch);
-    for (int64_t k0 = 0; k0 < depth; k0 += Slices::kSlice) {
-      if (!slices.begin(k0)) {
-        return false;
-      }
-      for (int64_t row = 0; row < rows; row += kRows) {
-        with_log_rows<kRows>(rows - row, [&](auto log) {
-          slices.template multiply<1 << log>(lines, row, rows, row / kRows % turns, turns);
-        });
-      }
-    }
-  }
-  return true;
-}
-
-// `scratch` has kPanelCols bytes for each of the first 256 elements of K.
-template <typename Weights, bool whole>
-bool multiply_int8_groups(
-    const std::vector<LineGroup>& groups, int64_t expert, int64_t rows, const void* const* lines,
-    [[maybe_unused]] void* scratch) {
-  if constexpr (kSlicesInt8) {
-    if (rows > kMaxInt8Rows) {
-      return multiply_int8_slices<Weights, whole>(
-          groups, expert, rows, lines, static_cast<Ints*>(scratch));
-    }
-  }
-  return multiply_groups<kMaxInt8Rows>(
-      groups, expert, rows, lines, &multiply_int8_lines_of<Weights, whole>);
-}
+#include <ATen/native/cpu/MoELowBitInt8.h>
 
 // ---- into a panel ---------------------------------------------------------------------------
 
@@ -745,11 +490,20 @@ struct Decoder : Traits {
            });
   }
 
-  template <typename operand_t>
+  template <typename Micro, typename operand_t>
   static bool multiply_int8(
       const std::vector<LineGroup>& groups, int64_t expert, int64_t rows,
       const operand_t* const* lines, operand_t* scratch) {
     const auto codes = groups[0].w->codes;
+    if constexpr (kSlicesInt8 && requires { &Micro::multiply_bytes; }) {
+      static const bool has_tiles = has_instructions("amx_int8");
+      if (has_tiles && codes == LowBitCodes::Int8 && groups[0].w->scaling == Scaling::Rows &&
+          rows > kMaxInt8Rows) {
+        return multiply_int8_tiles<Micro, ShiftedInt8>(
+            groups, expert, rows, reinterpret_cast<const void* const*>(lines),
+            reinterpret_cast<uint8_t*>(scratch));
+      }
+    }
     const auto run = codes == LowBitCodes::Int4 ? &multiply_int8_groups<ShiftedInt4, false>
         : codes == LowBitCodes::E2M1            ? &multiply_int8_groups<ShiftedE2M1, false>
         : groups[0].w->scaling == Scaling::Rows ? &multiply_int8_groups<ShiftedInt8, true>
