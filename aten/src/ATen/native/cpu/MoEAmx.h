@@ -3,7 +3,7 @@
 // bfloat16 products of _moe_mlp on the AMX tiles of a CPU. cpublas::brgemm
 // generates a kernel per shape and loads it in every call. Here a product is a sequence of
 // 32 x 32 blocks, with the left operand of a step in L1, and any number of rows costs only
-// what it computes.
+// what it computes. TileGemm multiplies weights along K where they lie.
 
 #include <ATen/native/cpu/MoEPackingX86.h>
 

@@ -256,7 +256,8 @@ bool multiply_int8_tiles(
     const std::vector<LineGroup>& groups, int64_t expert, int64_t rows, const void* const* lines,
     uint8_t* scratch) {
   constexpr int Q = 2;
-  constexpr int64_t kSlice = 512, kRows = 32;  // elements of K, whose codes stay in L1
+  constexpr int64_t kRows = 32;
+  constexpr int64_t kSlice = 512;  // elements of K: their codes stay in L1
   const Int8Row layout(*groups[0].w);
   const int64_t pitch = static_cast<const char*>(lines[1]) - static_cast<const char*>(lines[0]);
   const Weights weights;
@@ -269,10 +270,12 @@ bool multiply_int8_tiles(
       readers[q].begin(some[q], expert, layout.depth / 4);
       scales[q].begin(*some[q].w, expert, some[q].row);
     }
+    // The last group may be there twice.
+    const int distinct = g + 1 < groups.size() ? Q : 1;
     const auto for_rows = [&](const auto& fn) {
       for (const auto r : c10::irange(rows)) {
         void* record = const_cast<void*>(lines[r]);
-        for (int q = 0; q < Q; ++q) {
+        for (int q = 0; q < distinct; ++q) {
           fn(some[q].c + r * kPanelCols, scales[q], *layout.sums(record), *layout.scales(record));
         }
       }
