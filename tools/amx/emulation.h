@@ -1,9 +1,9 @@
 #pragma once
 
 // The tile instructions of AMX in AVX512, for run.py: MoEAmx.h includes this in place of the target of
-// its functions. What is an invalid opcode on a CPU ends the process with a message: a tile without a
-// configuration, or sizes that do not fit each other. Products are rounded after each addition, and
-// denormals are 0, as in Intel's description of TDPBF16PS.
+// its functions. A tile without a configuration, or sizes that do not fit each other, end the process with
+// a message; a CPU raises an invalid opcode. Sums are rounded after each product, and denormals are 0, as
+// in Intel's description of TDPBF16PS.
 
 #include <immintrin.h>
 

@@ -39,7 +39,9 @@ def write_headers(folder: pathlib.Path) -> None:
     for name, (old, new) in EDITS.items():
         text = (folder / name).read_text()
         if text.count(old) != 1:
-            raise SystemExit(f"{HEADERS}/{name} does not have once: {old}")
+            raise SystemExit(
+                f"{HEADERS}/{name} has {text.count(old)} times instead of once: {old}"
+            )
         (folder / name).write_text(text.replace(old, new))
 
 
@@ -59,14 +61,17 @@ def build(folder: pathlib.Path) -> None:
         ninja,
         re.MULTILINE,
     )
+    if not kernels:
+        raise SystemExit(
+            "build/build.ninja has no kernels for AVX512; run: python3 tools/stage.py setup"
+        )
     compilers = []
     for target, source, flags in kernels:
         out = str(folder / pathlib.Path(target).name)
         objects = objects.replace(target, out)
         command = f"g++ -I{folder}/include {common} {flags} -c {source} -o {out}"
         compilers.append(subprocess.Popen(command, shell=True))
-    failed = [compiler.wait() for compiler in compilers]
-    if not kernels or any(failed):
+    if any([compiler.wait() for compiler in compilers]):  # noqa: C419, waits for all
         raise SystemExit("the kernels for AVX512 do not compile")
     out = str(folder / "libtorch.so")
     link = link.replace("$out", out).replace("$in", objects)
