@@ -367,32 +367,52 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
 
  private:
   static bool takes(const WeightSource<BFloat16>& weights) {
-    return weights.part_depth % 2 == 0 && weights.is_along_k();
+    return weights.part_depth > 0 && weights.part_depth % 2 == 0 && weights.is_along_k();
   }
 
   // Multiplies the rows of a block by the lines of span s, and fetches lines of the same span of `next`.
+  // A long K is cut: kCutLines lines times a part of K of all rows come before its next part, so that
+  // the part of a group's rows stays in L1 and that of the lines in L2. The lanes of sums are kept in
+  // between, so that no bit changes.
   static void multiply_span(
       const WeightSource<BFloat16>& weights, const Block& block, const PanelColumns& columns,
       int64_t s, const Panel& next, const BFloat16* const* rows, float* c) {
     const PanelSpan& span = columns.spans[s];
     const int64_t depth = weights.part_depth;
     const int64_t groups = ceil_div(block.rows(), kTileRows);
+    const int64_t cut = groups > 1 ? cut_depth(depth) : depth;
+    const int64_t lines = cut < depth ? kCutLines : kPanelCols;
+    // Of each tile of lines, a group fetches as many.
+    const int64_t share = cut < depth ? 1 : ceil_div(kLinesAtOnce, groups);
+    alignas(64) float kept[kFinishRows<ThinGemm> / kTileRows][kTileRows * kCutLines * 16];
     for (const auto part : c10::irange(span.count > 0 ? weights.k_parts : 0)) {
       const auto w = weights.view(block.expert, span, part, 0);
       const auto soon = weights.view(next.expert, next.columns.spans[s], part, 0);
-      for (const auto group : c10::irange(groups)) {
-        // Equal groups: each sum waits for its last product, so a small group would be slow.
-        const int64_t begin = block.rows() * group / groups;
-        const int64_t end = block.rows() * (group + 1) / groups;
-        with_constant<kTileRows>(end - begin, [&](auto count) {
-          const BFloat16* x[count];
-          for (const auto i : c10::irange(int64_t{count})) {
-            x[i] = rows[begin + i] + part * depth;
+      for (int64_t i = 0; i < span.count; i += lines) {
+        const BFloat16* from = w.data + i * w.n_stride;
+        for (int64_t k = 0; k < depth; k += cut) {
+          const int64_t count = std::min(cut, depth - k);
+          const BFloat16* ahead = k + count < depth ? from + k + count
+              : i + lines < span.count              ? from + lines * w.n_stride
+                                                    : soon.data;
+          for (const auto group : c10::irange(groups)) {
+            const int64_t first = share * group;
+            // Equal groups: each sum waits for its last product, so a small group would be slow.
+            const int64_t begin = block.rows() * group / groups;
+            const int64_t end = block.rows() * (group + 1) / groups;
+            with_constant<kTileRows>(end - begin, [&](auto size) {
+              const BFloat16* x[size];
+              for (const auto r : c10::irange(int64_t{size})) {
+                x[r] = rows[begin + r] + part * depth + k;
+              }
+              float* to = c + begin * kPanelCols + span.at + i;
+              multiply_lines<size>(
+                  count, x, from + k, w.n_stride, std::min(lines, span.count - i),
+                  ahead + first * w.n_stride, std::clamp<int64_t>(kLinesAtOnce - first, 0, share),
+                  part > 0, k + count < depth ? nullptr : to, kept[group], k > 0);
+            });
           }
-          multiply_lines<count>(
-              depth, x, w, span.count, soon.data, group, groups, part > 0,
-              c + begin * kPanelCols + span.at);
-        });
+        }
       }
     }
   }
@@ -408,8 +428,8 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
     return has_large_l1() ? 4096 : 1024;
   }
 
-  // Elements of K that are multiplied for a whole panel before the next ones, so that six rows of them
-  // stay in L1. Up to a quarter more is not worth a cut. Zen 4 reads rows from L2 in time.
+  // Elements of K of a part, so that six rows of it stay in L1. Up to a quarter more is not worth a cut.
+  // Zen 4 reads rows from L2 in time.
   static int64_t cut_depth(int64_t depth) {
     constexpr int64_t most = 2048;
     if (!has_large_l1() || depth <= most + most / 4) {
@@ -418,66 +438,39 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
     return round_up(ceil_div(depth, ceil_div(depth, most)), kStep);
   }
 
-  // Multiplies x by `lines` lines of w. This group of rows fetches its share of those at `next`.
+  // Lines whose lanes are kept.
+  static constexpr int64_t kCutLines = 32;
+
+  // Multiplies x by `lines` lines of w, see multiply_tile.
   template <int64_t rows>
   static void multiply_lines(
-      int64_t depth, const BFloat16* const (&x)[rows], const StridedView<BFloat16>& w,
-      int64_t lines, const BFloat16* next, int64_t group, int64_t groups, bool accumulate,
-      float* c) {
+      int64_t depth, const BFloat16* const (&x)[rows], const BFloat16* w, int64_t stride,
+      int64_t lines, const BFloat16* next, int64_t fetched, bool accumulate, float* c, float* kept,
+      bool continues) {
+    const auto to = [&](int64_t i) { return c == nullptr ? nullptr : c + i; };
     int64_t i = 0;
     if constexpr (rows > 2) {
-      const int64_t share = w.n_stride == depth ? ceil_div(kLinesAtOnce, groups) : 0;
-      const int64_t first = share * group;
-      const int64_t count = std::clamp<int64_t>(kLinesAtOnce - first, 0, share);
-      const int64_t cut = groups > 1 ? cut_depth(depth) : depth;
-      if (cut < depth) {
-        i = multiply_cut(cut, depth, x, w, lines, next + first * depth, count, accumulate, c);
-      }
       for (; i + kLinesAtOnce <= lines; i += kLinesAtOnce) {
         multiply_tile<rows, kLinesAtOnce>(
-            depth, x, w.data + i * w.n_stride, w.n_stride, next + (i + first) * depth, count,
-            accumulate, c + i);
+            depth, x, w + i * stride, stride, next + i * stride, fetched, accumulate, to(i),
+            kept + i * rows * 16, continues);
       }
     }
     for (; i < lines; ++i) {
-      const BFloat16* line = w.data + i * w.n_stride;
+      const BFloat16* line = w + i * stride;
       prefetch(line + kPageAhead);
-      multiply_tile<rows, 1>(depth, x, line, 0, line + ahead(), 1, accumulate, c + i);
+      multiply_tile<rows, 1>(
+          depth, x, line, 0, line + ahead(), 1, accumulate, to(i), kept + i * rows * 16, continues);
     }
   }
 
-  // Multiplies x by whole tiles of lines, `cut` elements of K of all before the next ones. The lanes of
-  // sums are kept in between, so that no bit changes. Returns the number of lines.
-  template <int64_t rows>
-  C10_NOINLINE static int64_t multiply_cut(
-      int64_t cut, int64_t depth, const BFloat16* const (&x)[rows], const StridedView<BFloat16>& w,
-      int64_t lines, const BFloat16* next, int64_t fetched, bool accumulate, float* c) {
-    alignas(64) float kept[kPanelCols / kLinesAtOnce][rows * kLinesAtOnce * 16];
-    int64_t i = 0;
-    for (int64_t k = 0; k < depth; k += cut) {
-      const int64_t count = std::min(cut, depth - k);
-      const BFloat16* from[rows];
-      for (const auto r : c10::irange(rows)) {
-        from[r] = x[r] + k;
-      }
-      for (i = 0; i + kLinesAtOnce <= lines; i += kLinesAtOnce) {
-        multiply_tile<rows, kLinesAtOnce, true>(
-            count, from, w.data + i * w.n_stride + k, w.n_stride, next + i * depth + k * fetched,
-            fetched, accumulate, k + count == depth ? c + i : nullptr, kept[i / kLinesAtOnce],
-            k > 0);
-      }
-    }
-    return i;
-  }
-
-  // Fetches `fetched` cache lines from `next` on with each vector of K. With `cuts`, depth is a part of
-  // K: if it `continues` another part, sums begin with the lanes in `kept`, and if c is null, more
-  // parts follow, and the lanes are stored there.
-  template <int64_t rows, int64_t lines, bool cuts = false>
+  // Fetches `fetched` cache lines from `next` on with each vector of K. depth may be a part of K: if it
+  // `continues` another part, sums begin with the lanes in `kept`, and if c is null, more parts follow,
+  // and the lanes are stored there.
+  template <int64_t rows, int64_t lines>
   C10_NOINLINE static void multiply_tile(
       int64_t depth, const BFloat16* const (&x)[rows], const BFloat16* w, int64_t stride,
-      const BFloat16* next, int64_t fetched, bool accumulate, float* c,
-      [[maybe_unused]] float* kept = nullptr, [[maybe_unused]] bool continues = false) {
+      const BFloat16* next, int64_t fetched, bool accumulate, float* c, float* kept, bool continues) {
     const BFloat16* a[rows];
     std::copy_n(x, rows, a);
     __m512 sums[rows][lines];
@@ -488,7 +481,7 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
         sums[r][j] = _mm512_setzero_ps();
       }
     }
-    if (cuts && continues) {
+    if (continues) {
       MOE_UNROLL
       for (int64_t r = 0; r < rows; ++r) {
         MOE_UNROLL
@@ -508,7 +501,7 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
       const auto mask = static_cast<__mmask16>((1 << (depth - k) / 2) - 1);
       add_products(a, w, stride, k, mask, sums);
     }
-    if (cuts && c == nullptr) {
+    if (c == nullptr) {
       MOE_UNROLL
       for (int64_t r = 0; r < rows; ++r) {
         MOE_UNROLL
