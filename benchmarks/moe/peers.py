@@ -27,7 +27,6 @@ from shapes import Operands, Shape
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.testing._internal.common_moe import call_composite
 from torch.utils.checkpoint import checkpoint
 
 
@@ -165,7 +164,10 @@ class Composite(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x_TD, indices_TK, weights_TK, w_in_EGD, w_out_EDF):
-        aten, call = torch.ops.aten, call_composite
+        # It needs packages of PyTorch's tests, which the machine of gpu_lab.py lacks.
+        from torch.testing._internal.common_moe import call_composite as call
+
+        ctx.call, aten = call, torch.ops.aten
         routing = call(aten._moe_permutation.default, indices_TK, w_in_EGD.shape[0])
         row_slots, slot_rows, offs, _ = routing
         operands = (x_TD, w_in_EGD, w_out_EDF, offs, weights_TK, row_slots, slot_rows)
@@ -179,7 +181,7 @@ class Composite(torch.autograd.Function):
         mask = [True, True, True, True, False, False, False]
         backward = torch.ops.aten._moe_mlp_backward.default
         absent = (None, None, None)
-        grads = call_composite(backward, grad_TD, *operands, *absent, preact, mask)
+        grads = ctx.call(backward, grad_TD, *operands, *absent, preact, mask)
         x_TD, w_in_EGD, w_out_EDF, weights_TK, *_ = grads
         return x_TD, None, weights_TK, w_in_EGD, w_out_EDF
 

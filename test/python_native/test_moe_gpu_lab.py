@@ -53,6 +53,36 @@ def plan_of(*entries):
 
 TILE = CONFIG(32, 32, 32, 4, 2)
 
+# Imports the lab with the installed packages of the machine that it is for: torch, what torch needs,
+# triton and numpy.
+BARE_IMPORT = """
+import sys
+HAS = {"torch", "torchgen", "functorch", "triton", "numpy", "sympy", "mpmath", "networkx", "filelock",
+       "fsspec", "jinja2", "markupsafe", "typing_extensions", "setuptools", "pkg_resources"}
+
+class Bare:
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        if name == top and top not in HAS:
+            for finder in sys.meta_path[1:]:
+                spec = finder.find_spec(name, path, target)
+                if spec is not None:
+                    if "site-packages" in str(spec.origin):
+                        raise ModuleNotFoundError(f"{name} is not on that machine", name=name)
+                    return spec
+
+sys.meta_path.insert(0, Bare())
+sys.path.insert(0, sys.argv.pop())
+import gpu_lab
+"""
+
+
+class TestBareMachine(TestCase):
+    def test_imports_what_the_machine_has(self):
+        command = [sys.executable, "-c", BARE_IMPORT, str(MOE_BENCHMARKS)]
+        run = subprocess.run(command, capture_output=True, text=True)
+        self.assertEqual(run.returncode, 0, run.stderr)
+
 
 class TestSummary(TestCase):
     def report(self):

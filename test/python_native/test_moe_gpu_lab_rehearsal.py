@@ -201,6 +201,7 @@ class TestBareMachine(TestCase):
             command += ["--rounds", "1", "--budget", "1500", "--output", output]
             run = subprocess.run(command, capture_output=True, text=True)
             self.assertEqual(run.returncode, 1, run.stderr)  # something failed
+            self.assertTrue(output.exists(), run.stderr)
             report = json.loads(output.read_text())
             page = output.with_suffix(".txt").read_text()
         self.assertEqual(report["torch"].split("+")[0], "2.11.0")
