@@ -22,13 +22,14 @@ from demo.model import ModelConfig
 from demo.train import make_runs, train
 
 
-# dB of MXFP8 with H in float8, on the layers of a trained model; the margin is for other CPUs.
+# dB of MXFP8 with H in float8, on the layers of a trained model: 0.5 below the least of four seeds.
+# Seeds are 0.6 to 1.6 dB apart, and so are CPUs, whose roundings make another model in 200 steps.
 REACHED = {
     "y": 30.0,
-    "grad_input": 25.2,
-    "grad_topk_weights": 27.4,
-    "grad_w_in": 24.5,
-    "grad_w_out": 26.2,
+    "grad_input": 24.8,
+    "grad_topk_weights": 26.1,
+    "grad_w_in": 24.1,
+    "grad_w_out": 25.3,
 }
 SEED = 1
 
