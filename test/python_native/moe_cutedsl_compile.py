@@ -93,7 +93,7 @@ def calls() -> dict[str, Callable[[], object]]:
         w_in, w_out = empty(E, g * F, D), empty(E, D, F)
         layout = " interleaved" if act.gate_interleaved else ""
         rest = "" if index is not None else ", no gather"
-        name = f"{kind} {act.name}{layout} {str(dtype).split('.')[1]}{rest}"
+        name = f"{kind} {act.activation}{layout} {str(dtype).split('.')[1]}{rest}"
         found[name] = {
             "up": lambda: gemms.up(x, index, w_in, cu, act, h, a),
             "up, inference": lambda: gemms.up(x, index, w_in, cu, act, None, a),

@@ -169,10 +169,9 @@ def estimates(folder: pathlib.Path, shape: Shape) -> dict[str, Estimate]:
         terms = {"down": shape.F, "input_grad": 2 * shape.F}.get(name, 0)
         file, (bm, bn), pingpong = variants[terms > SHORT]
         cubin = (folder / f"{file}_bfloat16_90.cubin").read_bytes()
-        constants = {"BLOCK_M": bm, "BLOCK_N": bn, "BLOCK_K": 64, "TWO_WEIGHTS": False}
-        kernel = Kernel(
-            name, "sm_90", {**constants, **flags}, 12, 168, 0, 0, disassemble(cubin)
-        )
+        constants = {"BLOCK_M": bm, "BLOCK_N": bn, "BLOCK_K": 64, **flags}
+        constants |= {"TWO_WEIGHTS": False, "EPILOGUE_PARTS": 1}
+        kernel = Kernel(name, "sm_90", constants, 12, 168, 0, 0, disassemble(cubin))
         found[name] = estimate(kernel, shape, pingpong)
     return found
 
