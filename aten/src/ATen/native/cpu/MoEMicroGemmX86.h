@@ -382,7 +382,7 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
     const int64_t groups = ceil_div(block.rows(), kTileRows);
     const int64_t cut = groups > 1 ? cut_depth(depth) : depth;
     const int64_t lines = cut < depth ? kCutLines : kPanelCols;
-    // Of each tile of lines, a group fetches as many.
+    // Lines of each tile of the next ones that a group of rows fetches.
     const int64_t share = cut < depth ? 1 : ceil_div(kLinesAtOnce, groups);
     alignas(64) float kept[kFinishRows<ThinGemm> / kTileRows][kTileRows * kCutLines * 16];
     for (const auto part : c10::irange(span.count > 0 ? weights.k_parts : 0)) {
