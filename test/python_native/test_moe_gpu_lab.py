@@ -53,26 +53,22 @@ def plan_of(*entries):
 
 TILE = CONFIG(32, 32, 32, 4, 2)
 
-# Imports the lab with the installed packages of the machine that it is for: torch, what torch needs,
-# triton and numpy.
+# Imports the lab with the packages that its machine has: torch, what torch needs, triton and numpy.
 BARE_IMPORT = """
-import sys
+import pathlib, sys
+
+LAB = pathlib.Path(sys.argv.pop())
 HAS = {"torch", "torchgen", "functorch", "triton", "numpy", "sympy", "mpmath", "networkx", "filelock",
-       "fsspec", "jinja2", "markupsafe", "typing_extensions", "setuptools", "pkg_resources"}
+       "fsspec", "jinja2", "markupsafe", "typing_extensions", "setuptools", *sys.stdlib_module_names}
 
 class Bare:
     def find_spec(self, name, path=None, target=None):
-        top = name.partition(".")[0]
-        if name == top and top not in HAS:
-            for finder in sys.meta_path[1:]:
-                spec = finder.find_spec(name, path, target)
-                if spec is not None:
-                    if "site-packages" in str(spec.origin):
-                        raise ModuleNotFoundError(f"{name} is not on that machine", name=name)
-                    return spec
+        ours = (LAB / name).is_dir() or (LAB / f"{name}.py").exists()
+        if "." not in name and name[0] != "_" and name not in HAS and not ours:
+            raise ModuleNotFoundError(f"{name} is not on that machine", name=name)
 
 sys.meta_path.insert(0, Bare())
-sys.path.insert(0, sys.argv.pop())
+sys.path.insert(0, str(LAB))
 import gpu_lab
 """
 

@@ -371,9 +371,9 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
   }
 
   // Multiplies the rows of a block by the lines of span s, and fetches lines of the same span of `next`.
-  // A long K is cut: kCutLines lines times a part of K of all rows come before its next part, so that
-  // the part of a group's rows stays in L1 and that of the lines in L2. The lanes of sums are kept in
-  // between, so that no bit changes.
+  // A long K is cut into parts. All rows are multiplied by a part of kCutLines lines before the next part
+  // is read, so that this part of six rows stays in L1 and of the lines in L2. `kept` holds the lanes of
+  // the sums between two parts, so that no bit changes.
   static void multiply_span(
       const WeightSource<BFloat16>& weights, const Block& block, const PanelColumns& columns,
       int64_t s, const Panel& next, const BFloat16* const* rows, float* c) {
@@ -382,7 +382,7 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
     const int64_t groups = ceil_div(block.rows(), kTileRows);
     const int64_t cut = groups > 1 ? cut_depth(depth) : depth;
     const int64_t lines = cut < depth ? kCutLines : kPanelCols;
-    // Lines of each tile of the next ones that a group of rows fetches.
+    // How many of the next kLinesAtOnce lines each group of rows fetches.
     const int64_t share = cut < depth ? 1 : ceil_div(kLinesAtOnce, groups);
     alignas(64) float kept[kFinishRows<ThinGemm> / kTileRows][kTileRows * kCutLines * 16];
     for (const auto part : c10::irange(span.count > 0 ? weights.k_parts : 0)) {
@@ -438,7 +438,7 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
     return round_up(ceil_div(depth, ceil_div(depth, most)), kStep);
   }
 
-  // Lines whose lanes are kept.
+  // Lines of a weight that are read together if K is cut.
   static constexpr int64_t kCutLines = 32;
 
   // Multiplies x by `lines` lines of w, see multiply_tile.
