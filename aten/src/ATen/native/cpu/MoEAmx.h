@@ -229,7 +229,7 @@ struct TileGemm : FastGemm<AmxGemm> {
   // See ThinGemm.
   static bool multiply_stored(
       const WeightSource<BFloat16>& weights, const Block& block, const PanelColumns& columns,
-      const Panel& next, const BFloat16* const* rows, float* c) {
+      const Panel& next, const BFloat16* const* rows, std::span<float> /*scratch*/, float* c) {
     if (!packs_rows(weights)) {
       return false;
     }

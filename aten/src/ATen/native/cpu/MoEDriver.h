@@ -18,6 +18,7 @@
 #include <c10/core/CPUAllocator.h>
 
 #include <atomic>
+#include <span>
 #include <vector>
 
 namespace at::native {
@@ -445,6 +446,14 @@ class ExpertGemm {
       row_length_ = Weights::kPacks && !in_place_ ? std::min(row_size_, depth_) : row_size_;
       threads = std::clamp<int64_t>(limit / reserve(rows).bytes(), 1, threads);
     }
+    // Fewer sums are slower, but fewer threads would be slower still.
+    if constexpr (requires { Micro::kept_sums(weights, rows); }) {
+      constexpr auto size = static_cast<int64_t>(sizeof(acc_t) / sizeof(operand_t));
+      kept_ = size * Micro::kept_sums(weights, rows);
+      if (threads * reserve(rows).bytes() > limit) {
+        kept_ = 0;
+      }
+    }
     work_.emplace(std::move(blocks), panels, threads, kTasksPerThread);
     scratch_ = reserve(rows);
     scratch_.allocate(work_->threads());
@@ -476,14 +485,12 @@ class ExpertGemm {
             epilogue(rows, col, std::min(width_, cols_ - col), sums);
           };
           if constexpr (Weights::kPacks && requires { Micro::kFewRows; }) {
-            auto* tiles = reinterpret_cast<acc_t*>(at.panel);
-            constexpr auto size = static_cast<int64_t>(sizeof(operand_t) * kPanelCols / sizeof(acc_t));
             for (int64_t made = row_length_ >= row_size_ ? 1 : 0; made > 0 && col < end;) {
               made = Micro::multiply_runs(
                   weights_, block, [&](int64_t p) { return columns_from(col + p * width_); },
-                  ceil_div(end - col, width_), at.lines, tiles, size * std::min(padded_depth_, depth_));
+                  ceil_div(end - col, width_), at.lines, panel_as_sums(at));
               for (int64_t p = 0; p < made; ++p, col += width_) {
-                finish(block, tiles + p * block.rows() * kPanelCols);
+                finish(block, panel_as_sums(at).data() + p * block.rows() * kPanelCols);
               }
             }
           }
@@ -513,12 +520,22 @@ class ExpertGemm {
     operand_t* rows;
   };
 
+  int64_t panel_size() const {
+    return std::max(kPanelCols * std::min(padded_depth_, depth_), kept_);
+  }
+
+  // Products that pack no panel have its buffer for sums.
+  std::span<acc_t> panel_as_sums(const Buffers& at) const {
+    return {
+        reinterpret_cast<acc_t*>(at.panel), panel_size() * sizeof(operand_t) / sizeof(acc_t)};
+  }
+
   // Scratch of a thread for blocks of `rows` rows.
   Scratch reserve(int64_t rows) const {
     Scratch scratch;
     scratch.add<const operand_t*>(rows);
     scratch.add<acc_t>(rows * kPanelCols);
-    scratch.add<operand_t>(kPanelCols * std::min(padded_depth_, depth_));
+    scratch.add<operand_t>(panel_size());
     scratch.add<operand_t>(in_place_ ? 0 : rows * row_length_);
     return scratch;
   }
@@ -575,12 +592,14 @@ class ExpertGemm {
       return finish(block, at.c);
     }
     if constexpr (requires {
-                    Micro::multiply_stored(weights_, block, columns, next, at.lines, at.c);
+                    Micro::multiply_stored(
+                        weights_, block, columns, next, at.lines, panel_as_sums(at), at.c);
                   }) {
       for (int64_t row = 0; row_length_ >= row_size_ && row < rows; row += kFinishRows<Micro>) {
         const int64_t m = std::min(kFinishRows<Micro>, rows - row);
         const Block part{block.expert, block.begin + row, block.begin + row + m};
-        if (!Micro::multiply_stored(weights_, part, columns, next, at.lines + row, at.c)) {
+        if (!Micro::multiply_stored(
+                weights_, part, columns, next, at.lines + row, panel_as_sums(at), at.c)) {
           break;
         }
         finish(part, at.c);
@@ -639,6 +658,7 @@ class ExpertGemm {
   const std::vector<operand_t> zeros_;  // the row of padding
   int64_t row_length_ = row_size_;      // elements of a row packed at a time, or between rows
   int64_t depth_ = Micro::kDepth;       // of a packed panel
+  int64_t kept_ = 0;                    // elements of its buffer for Micro::kept_sums()
   std::optional<WorkList> work_;
   Scratch scratch_;
 };

@@ -15,6 +15,7 @@
 //   transpose(), pack_dense()  parts of the packing
 //   round()                    how results become bfloat16
 //   multiply_stored()          a product with weights as they are stored
+//   kept_sums()                how many sums its scratch should hold
 //   multiply_runs(), kFewRows  products of few rows with panels side by side
 //   spreads_rows(), kRowGap    whether many rows are copied, with a gap in between
 //   packs_rows(), pack_rows()  whether rows are packed for multiply_stored(), and how

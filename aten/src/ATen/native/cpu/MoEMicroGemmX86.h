@@ -29,13 +29,13 @@ struct ThinGemm : FastGemm<VecGemm<operand, Products>> {
 
   // For weights that are dense along N. It multiplies several panels at once, as rows of adjacent
   // panels are runs of memory, and rows of one panel only a cache line or two of a page. Their
-  // tiles fill at most half of `size` sums. Returns how many of `panels` were multiplied.
+  // tiles fill at most half of `sums`. Returns how many of `panels` were multiplied.
   template <typename scalar_t, typename ColumnsFn>
   static int64_t multiply_runs(
       const WeightSource<scalar_t>& weights, const Block& block, const ColumnsFn& columns,
-      int64_t panels, const operand* const* rows, float* sums, int64_t size) {
+      int64_t panels, const operand* const* rows, std::span<float> sums) {
     const int64_t tile = block.rows() * kPanelCols;
-    panels = std::min(panels, size / (2 * tile));
+    panels = std::min(panels, std::ssize(sums) / (2 * tile));
     const bool is_whole = weights.part_depth % kWordElements<operand> == 0;
     if (block.rows() > kFewRows || panels == 0 || weights.part_depth == 0 || !is_whole) {
       return 0;
@@ -56,7 +56,7 @@ struct ThinGemm : FastGemm<VecGemm<operand, Products>> {
     }
     with_constant<kFewRows>(block.rows(), [&](auto count) {
       for (const auto part : c10::irange(weights.k_parts)) {
-        multiply_part<count>(weights, block.expert, first, last, panels, part, rows, sums);
+        multiply_part<count>(weights, block.expert, first, last, panels, part, rows, sums.data());
       }
     });
     return panels;
@@ -70,7 +70,7 @@ struct ThinGemm : FastGemm<VecGemm<operand, Products>> {
   template <typename scalar_t>
   static bool multiply_stored(
       const WeightSource<scalar_t>& weights, const Block& block, const PanelColumns& columns,
-      const Panel& /*next*/, const operand* const* rows, float* c) {
+      const Panel& /*next*/, const operand* const* rows, std::span<float> /*scratch*/, float* c) {
     const int64_t depth = weights.part_depth;
     bool fits =
         block.rows() <= kFewRows && weights.k_parts == 1 && depth % kBlockDepth<scalar_t> == 0;
@@ -337,16 +337,16 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
   template <typename ColumnsFn>
   static int64_t multiply_runs(
       const WeightSource<BFloat16>& weights, const Block& block, const ColumnsFn& columns,
-      int64_t panels, const BFloat16* const* rows, float* sums, int64_t size) {
+      int64_t panels, const BFloat16* const* rows, std::span<float> sums) {
     const int64_t tile = block.rows() * kPanelCols;
     if (block.rows() > 2 || !takes(weights)) {
-      return ThinGemm::multiply_runs(weights, block, columns, panels, rows, sums, size);
+      return ThinGemm::multiply_runs(weights, block, columns, panels, rows, sums);
     }
-    panels = std::min(panels, size / tile);
+    panels = std::min(panels, std::ssize(sums) / tile);
     for (const auto i : c10::irange(2)) {
       for (const auto p : c10::irange(panels)) {
         const Panel panel{block.expert, columns(p)};
-        multiply_span(weights, block, panel.columns, i, panel, rows, sums + p * tile);
+        multiply_span(weights, block, panel.columns, i, panel, rows, {}, sums.data() + p * tile);
       }
     }
     return panels;
@@ -355,14 +355,22 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
   // See ThinGemm. Returns false for an odd K, whose rows are packed.
   static bool multiply_stored(
       const WeightSource<BFloat16>& weights, const Block& block, const PanelColumns& columns,
-      const Panel& next, const BFloat16* const* rows, float* c) {
+      const Panel& next, const BFloat16* const* rows, std::span<float> scratch, float* c) {
     if (!takes(weights)) {
       return false;
     }
     for (const auto i : c10::irange(2)) {
-      multiply_span(weights, block, columns, i, next, rows, c);
+      multiply_span(weights, block, columns, i, next, rows, scratch, c);
     }
     return true;
+  }
+
+  // The lanes of the sums of kCutLines lines, if blocks of `most_rows` rows cut K.
+  static int64_t kept_sums(const WeightSource<BFloat16>& weights, int64_t most_rows) {
+    const int64_t groups = ceil_div(std::min(most_rows, kFinishRows<ThinGemm>), kTileRows);
+    const int64_t depth = weights.part_depth;
+    return takes(weights) && groups > 1 && cut_depth(depth) < depth ? groups * kTileRows * kCutLines * kLanes
+                                                                    : 0;
   }
 
  private:
@@ -373,18 +381,19 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
   // Multiplies the rows of a block by the lines of span s, and fetches lines of the same span of `next`.
   // A long K is cut into parts. All rows are multiplied by a part of kCutLines lines before the next part
   // is read, so that this part of six rows stays in L1 and of the lines in L2. `kept` holds the lanes of
-  // the sums between two parts, so that no bit changes.
+  // the sums between two parts, so that no bit changes. If it is small, fewer lines are read together.
   static void multiply_span(
       const WeightSource<BFloat16>& weights, const Block& block, const PanelColumns& columns,
-      int64_t s, const Panel& next, const BFloat16* const* rows, float* c) {
+      int64_t s, const Panel& next, const BFloat16* const* rows, std::span<float> kept, float* c) {
     const PanelSpan& span = columns.spans[s];
     const int64_t depth = weights.part_depth;
     const int64_t groups = ceil_div(block.rows(), kTileRows);
     const int64_t cut = groups > 1 ? cut_depth(depth) : depth;
-    const int64_t lines = cut < depth ? kCutLines : kPanelCols;
+    const int64_t fitting = std::ssize(kept) / (groups * kTileRows * kLanes);
+    const int64_t lines =
+        cut < depth ? std::min(kCutLines, fitting / kLinesAtOnce * kLinesAtOnce) : kPanelCols;
     // How many of the next kLinesAtOnce lines each group of rows fetches.
     const int64_t share = cut < depth ? 1 : ceil_div(kLinesAtOnce, groups);
-    alignas(64) float kept[kFinishRows<ThinGemm> / kTileRows][kTileRows * kCutLines * 16];
     for (const auto part : c10::irange(span.count > 0 ? weights.k_parts : 0)) {
       const auto w = weights.view(block.expert, span, part, 0);
       const auto soon = weights.view(next.expert, next.columns.spans[s], part, 0);
@@ -406,10 +415,11 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
                 x[r] = rows[begin + r] + part * depth + k;
               }
               float* to = c + begin * kPanelCols + span.at + i;
+              float* lanes = kept.data() + group * kTileRows * lines * kLanes;
               multiply_lines<size>(
                   count, x, from + k, w.n_stride, std::min(lines, span.count - i),
                   ahead + first * w.n_stride, std::clamp<int64_t>(kLinesAtOnce - first, 0, share),
-                  part > 0, k + count < depth ? nullptr : to, kept[group], k > 0);
+                  part > 0, k + count < depth ? nullptr : to, lanes, k > 0);
             });
           }
         }
@@ -417,7 +427,8 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
     }
   }
 
-  static constexpr int64_t kStep = 32;  // elements of a vector
+  static constexpr int64_t kStep = 32;   // elements of a vector
+  static constexpr int64_t kLanes = 16;  // sums of a vector
   static constexpr int64_t kLinesAtOnce = 4;
   // A cache line of a page that comes soon is fetched with each line, so that its address is known in
   // time.
@@ -453,14 +464,15 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
       for (; i + kLinesAtOnce <= lines; i += kLinesAtOnce) {
         multiply_tile<rows, kLinesAtOnce>(
             depth, x, w + i * stride, stride, next + i * stride, fetched, accumulate, to(i),
-            kept + i * rows * 16, continues);
+            kept + i * rows * kLanes, continues);
       }
     }
     for (; i < lines; ++i) {
       const BFloat16* line = w + i * stride;
       prefetch(line + kPageAhead);
       multiply_tile<rows, 1>(
-          depth, x, line, 0, line + ahead(), 1, accumulate, to(i), kept + i * rows * 16, continues);
+          depth, x, line, 0, line + ahead(), 1, accumulate, to(i), kept + i * rows * kLanes,
+          continues);
     }
   }
 
@@ -486,7 +498,7 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
       for (int64_t r = 0; r < rows; ++r) {
         MOE_UNROLL
         for (int64_t j = 0; j < lines; ++j) {
-          sums[r][j] = _mm512_load_ps(kept + (r * lines + j) * 16);
+          sums[r][j] = _mm512_load_ps(kept + (r * lines + j) * kLanes);
         }
       }
     }
@@ -506,7 +518,7 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
       for (int64_t r = 0; r < rows; ++r) {
         MOE_UNROLL
         for (int64_t j = 0; j < lines; ++j) {
-          _mm512_store_ps(kept + (r * lines + j) * 16, sums[r][j]);
+          _mm512_store_ps(kept + (r * lines + j) * kLanes, sums[r][j]);
         }
       }
       return;
