@@ -120,6 +120,12 @@ class TestMoEModule(TestCase):
             torch.autograd.grad(expected, leaves, grad),
         )
 
+    @parametrize("shape", [(5, D), (2, 3, D)])
+    def test_output_is_detached_in_place(self, shape):
+        # As pipeline schedules with a split backward do.
+        output = nn.MoE(D, H, E, K)(torch.randn(shape))
+        self.assertFalse(output.detach_().requires_grad)
+
     def test_gate_interleaved(self):
         """The same layer with the gate and up rows of all experts in another order."""
         options = {"bias": True, "shared_hidden_dim": 5}

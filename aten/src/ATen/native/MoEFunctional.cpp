@@ -12,6 +12,7 @@
 #else
 #include <ATen/ops/_moe_mlp.h>
 #include <ATen/ops/_moe_permutation.h>
+#include <ATen/ops/_unsafe_view.h>
 #include <ATen/ops/grouped_mlp_native.h>
 #include <ATen/ops/moe_mlp_native.h>
 #endif
@@ -135,7 +136,7 @@ Tensor moe_mlp_symint(
       limit,
       moe::may_need_grad(
           {input, w_in, w_out}, {topk_weights, w_up, b_in, b_out})));
-  return output.view_symint(input.sym_sizes());
+  return at::_unsafe_view_symint(output, input.sym_sizes());
 }
 
 Tensor grouped_mlp(

@@ -13,6 +13,7 @@
 #include <ATen/ops/_moe_mlp_scaled.h>
 #include <ATen/ops/_scaled_moe_mlp.h>
 #include <ATen/ops/_scaled_moe_mlp_native.h>
+#include <ATen/ops/_unsafe_view.h>
 #include <ATen/ops/moe_mlp.h>
 #include <ATen/ops/moe_mlp_native.h>
 #endif
@@ -109,7 +110,7 @@ Tensor scaled_moe_mlp_symint(
       {static_cast<int64_t>(found.activations)}, {static_cast<int64_t>(found.weights)},
       /*swizzle_w=*/{}, preact_dtype, hp_wgrad, activation, gate_interleaved, alpha, limit,
       keeps_preact));
-  return output.view_symint(input.sym_sizes());
+  return at::_unsafe_view_symint(output, input.sym_sizes());
 }
 
 Tensor moe_mlp_recipe_symint(

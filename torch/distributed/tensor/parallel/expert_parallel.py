@@ -202,7 +202,8 @@ class _Region:
         if self.tp_mesh is not None:
             summands = DTensor.from_local(output, self.tp_mesh, [Partial()])
             output = summands.redistribute(placements=[Replicate()]).to_local()
-        output = output.view(input.shape)
+        # No view, as that of nn.Linear: pipeline stages detach outputs in place.
+        output = torch.ops.aten._unsafe_view(output, input.shape)
         return output if shared_output is None else output + shared_output
 
     def _copy_to_tensor_parallel(self, x: Tensor) -> Tensor:

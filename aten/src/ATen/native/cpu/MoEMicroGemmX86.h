@@ -415,7 +415,8 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
                 x[r] = rows[begin + r] + part * depth + k;
               }
               float* to = c + begin * kPanelCols + span.at + i;
-              float* lanes = kept.data() + group * kTileRows * lines * kLanes;
+              float* lanes =
+                  cut < depth ? kept.data() + group * kTileRows * lines * kLanes : nullptr;
               multiply_lines<size>(
                   count, x, from + k, w.n_stride, std::min(lines, span.count - i),
                   ahead + first * w.n_stride, std::clamp<int64_t>(kLinesAtOnce - first, 0, share),
@@ -458,20 +459,20 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
       int64_t depth, const BFloat16* const (&x)[rows], const BFloat16* w, int64_t stride,
       int64_t lines, const BFloat16* next, int64_t fetched, bool accumulate, float* c, float* kept,
       bool continues) {
-    const auto to = [&](int64_t i) { return c == nullptr ? nullptr : c + i; };
+    const auto at = [](float* from, int64_t i) { return from == nullptr ? from : from + i; };
     int64_t i = 0;
     if constexpr (rows > 2) {
       for (; i + kLinesAtOnce <= lines; i += kLinesAtOnce) {
         multiply_tile<rows, kLinesAtOnce>(
-            depth, x, w + i * stride, stride, next + i * stride, fetched, accumulate, to(i),
-            kept + i * rows * kLanes, continues);
+            depth, x, w + i * stride, stride, next + i * stride, fetched, accumulate, at(c, i),
+            at(kept, i * rows * kLanes), continues);
       }
     }
     for (; i < lines; ++i) {
       const BFloat16* line = w + i * stride;
       prefetch(line + kPageAhead);
       multiply_tile<rows, 1>(
-          depth, x, line, 0, line + ahead(), 1, accumulate, to(i), kept + i * rows * kLanes,
+          depth, x, line, 0, line + ahead(), 1, accumulate, at(c, i), at(kept, i * rows * kLanes),
           continues);
     }
   }
