@@ -43,11 +43,6 @@ def ggml(name: str, *args: Any, returns: type = ctypes.c_void_p) -> Any:
     return function(*words)
 
 
-def new_context() -> int:
-    """A context for tensors and graphs without their data."""
-    return ggml("init", InitParams(1 << 20, None, True))
-
-
 def memory(address: int, size: int, dtype: torch.dtype) -> Tensor:
     """A tensor on ``size`` bytes that ggml holds."""
     held = (ctypes.c_uint8 * size).from_address(address)
@@ -92,6 +87,7 @@ class Experts:
         self.experts, self.D = w["w_out"].shape[:2]
         self.hidden = w["w_in"].shape[1] // 2
         self.backend = ggml("backend_cpu_init")
+        weakref.finalize(self, ggml, "backend_free", self.backend)
         ggml("backend_cpu_set_n_threads", self.backend, torch.get_num_threads())
         self.plain = ggml("backend_get_default_buffer_type", self.backend)
         held = self._allocate(TYPES[fmt])
@@ -105,6 +101,12 @@ class Experts:
             ggml("backend_tensor_set", target, data.data_ptr(), 0, data.numel())
         self.graph_of = functools.lru_cache(maxsize=1)(self._make_graph)
 
+    def _new_context(self) -> int:
+        """A context for tensors and graphs without their data."""
+        ctx = ggml("init", InitParams(1 << 20, None, True))
+        weakref.finalize(self, ggml, "free", ctx)
+        return ctx
+
     def _allocate(self, kind: int) -> int:
         """Makes the tensors of the weights in the first layout that multiplies them."""
         device = ggml("backend_get_device", self.backend)
@@ -114,7 +116,7 @@ class Experts:
         prototype = ctypes.CFUNCTYPE(ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)
         extra = itertools.takewhile(bool, prototype(find)(device))
         for layout in (*extra, self.plain):
-            ctx = new_context()
+            ctx = self._new_context()
             sizes = (self.D, 2 * self.hidden), (self.hidden, self.D)
             self.w_in, self.w_out = (
                 ggml("new_tensor_3d", ctx, kind, *size, self.experts) for size in sizes
@@ -125,6 +127,10 @@ class Experts:
             if all(supports(op, returns=ctypes.c_bool) for op in results[:2]):
                 break
             ggml("backend_buffer_free", held)
+        else:
+            raise RuntimeError(
+                "ggml has no layout in which it multiplies these weights"
+            )
         name = ctypes.string_at(ggml("backend_buft_name", layout)).decode()
         self.form = f"mul_mat_id {name}"
         return held
@@ -156,7 +162,7 @@ class Experts:
         return inputs, [up, down, out]
 
     def _make_graph(self, T: int) -> tuple:
-        ctx = new_context()
+        ctx = self._new_context()
         inputs, results = self._add_layer(ctx, T)
         graph = ggml("new_graph", ctx)
         ggml("build_forward_expand", graph, results[-1])
@@ -175,5 +181,6 @@ class Experts:
         graph, *inputs, out = self.graph_of(len(x))
         for to, given in zip(inputs, (x, ids, weights)):
             to.copy_(given.reshape(-1))
-        ggml("backend_graph_compute", self.backend, graph)
+        if ggml("backend_graph_compute", self.backend, graph, returns=ctypes.c_int):
+            raise RuntimeError("ggml_backend_graph_compute failed")
         return out.view(x.shape)

@@ -446,7 +446,7 @@ class ExpertGemm {
       row_length_ = Weights::kPacks && !in_place_ ? std::min(row_size_, depth_) : row_size_;
       threads = std::clamp<int64_t>(limit / reserve(rows).bytes(), 1, threads);
     }
-    // Beside the limits above, as it is little. Fewer sums are slower, fewer threads slower still.
+    // These sums may exceed kScratchBytes, but not `limit`: then fewer are kept, in the panel's buffer.
     if constexpr (requires { Micro::kept_sums(weights, rows); }) {
       constexpr auto size = static_cast<int64_t>(sizeof(acc_t) / sizeof(operand_t));
       kept_ = size * Micro::kept_sums(weights, rows);

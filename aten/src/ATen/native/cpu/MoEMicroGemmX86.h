@@ -365,12 +365,13 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
     return true;
   }
 
-  // The lanes of the sums of kCutLines lines, if blocks of `most_rows` rows cut K.
+  // How many lanes of sums a thread keeps between two parts of K; 0 if blocks of at most `most_rows`
+  // rows do not cut it.
   static int64_t kept_sums(const WeightSource<BFloat16>& weights, int64_t most_rows) {
     const int64_t groups = ceil_div(std::min(most_rows, kFinishRows<ThinGemm>), kTileRows);
     const int64_t depth = weights.part_depth;
-    return takes(weights) && groups > 1 && cut_depth(depth) < depth ? groups * kTileRows * kCutLines * kLanes
-                                                                    : 0;
+    const bool cuts = takes(weights) && groups > 1 && cut_depth(depth) < depth;
+    return cuts ? groups * kTileRows * kCutLines * kLanes : 0;
   }
 
  private:
