@@ -51,7 +51,9 @@ class TestExchange(TestCase):
         demand = exchange.demand(ids)
         if capacity is not None:
             return exchange, exchange.static(demand)
-        mine, theirs = exchange.exchange_counts(demand.row_counts, demand.slot_counts)
+        mine, theirs, _ = exchange.exchange_counts(
+            demand.row_counts, demand.slot_counts
+        )
         (send, send_slots), (recv, recv_slots) = read_on_host(mine, theirs)
         route = exchange.compact(
             demand, Splits(send, recv), Splits(send_slots, recv_slots)

@@ -32,7 +32,7 @@ from torch.testing._internal.common_utils import (
     run_tests,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import checkpoint, CheckpointPolicy, noop_context_fn
 
 
 SENDS = (
@@ -62,6 +62,30 @@ class TestSwitchTools(AllToAllTest):
         self.assertEqual(switch.capacity, 9)
         compact = self.run_switch(self.switch(combine=combine), operands, *part)
         self.assert_same_bits(got, compact)
+
+    def test_a_recomputation_does_not_hide_overflow(self):
+        """Also where the checkpoint keeps what each op returned, counters included."""
+        switch = self.switch(capacity=2)
+        kept = save_communication(lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+
+        def layer(x):
+            ids = torch.zeros(len(x), 1, dtype=torch.int64)
+            routing = switch.create_routing(ids)
+            rows, _, _ = switch.dispatch(routing, x, ids.float())
+            return switch.combine(routing, rows.sin())
+
+        outputs = [
+            checkpoint(
+                layer,
+                torch.ones(tokens, 4, requires_grad=True),
+                use_reentrant=False,
+                context_fn=kept,
+            )
+            for tokens in (1, 3)
+        ]
+        outputs[0].sum().backward()
+        with self.assertRaisesRegex(RuntimeError, "needed 3 rows but capacity is 2"):
+            switch.check_overflow()
 
     def test_all_replicas_rerun_together(self):
         # Ranks 0 and 1 share experts, 2 and 3 hold copies; only the first pair has
@@ -230,8 +254,8 @@ class TestSwitchTools(AllToAllTest):
                 routing = switch.create_routing(mine)
                 switch.dispatch(routing, x, weights)
             self.assertEqual(sent.sent["flat"]["rows"], bf16)
-            # K int32 and K floats a row, and the table of seven int32 per rank to three ranks.
-            sizes = 3 * 4 * 28
+            # K int32 and K floats a row; to three ranks, seven int32 per rank and the number of calls.
+            sizes = 3 * (4 * 28 + 4)
             self.assertEqual(metadata_bytes(sent.sent["flat"]), 8 * K * copies + sizes)
             self.assertLessEqual(metadata_bytes(sent.sent["flat"]), 0.02 * bf16)
             self.assertEqual(sent.sent["flat"]["scales"], 0)

@@ -23,7 +23,7 @@ from torch.distributed._moe.all_to_all import (
     TokenSwitchAllToAll,
     TokenSwitchHierarchical,
 )
-from torch.distributed._moe.exchange import group_timeout, sub_group
+from torch.distributed._moe.groups import group_timeout, sub_group
 from torch.distributed._moe.payload import decode, encode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.common_moe import NoHostSyncMode

@@ -1,9 +1,10 @@
 """Expert parallelism for mixture-of-experts layers (prototype).
 
 The path of tokens                                   The path of experts
-    payload           bytes of a row, of a message       plan    who runs what
-    exchange          one level: rows to ranks and back  loads   inputs of plans
+    groups            of ranks, only for these           plan    who runs what
+    payload           bytes of a row, of a message       loads   inputs of plans
     recompute         what is not sent again             fetch   weights, gradients back
+    exchange          one level: rows to ranks and back
     in_flight         communication beside computation
     agreement         checks that all ranks agree
     all_to_all        the token switches, rerun

@@ -34,6 +34,8 @@ from torch.distributed._moe.agreement import AGREED, CheckedTokenSwitch, ODD
 from torch.distributed._moe.exchange import (
     Demand,
     Exchange,
+    meet,
+    raised,
     read_on_host,
     Route,
     Splits,
@@ -71,6 +73,7 @@ class _Handle:
     num_slots: int  # bound of the rows that the local experts compute
     sizes: tuple[Splits, Splits] | None  # of rows and slots of a level not routed yet
     routes: list[Route]  # by level; later ones are known once rows have arrived there
+    call: int | Tensor = 0  # its number, equal on all ranks; 0 if unknown
     scaled: tuple[Tensor, ...] = ()  # codes and scales of the rows, see keep_scaled
 
 
@@ -149,6 +152,7 @@ class TokenSwitchAllToAll(CheckedTokenSwitch):
                 f"{name}: wire_dtype must be None, torch.bfloat16 or "
                 f"torch.float8_e4m3fn, got {wire_dtype}"
             )
+        self._calls = torch.zeros(1, dtype=torch.int32)  # largest number of a call
         self._exact = combine == "exact"
         self._wire_dtype = wire_dtype
 
@@ -221,12 +225,16 @@ class TokenSwitchAllToAll(CheckedTokenSwitch):
         if level.capacity is not None:
             return self._handle(level.static(demand), level)
         rows, slots = demand.row_counts, demand.slot_counts
-        mine, theirs = level.exchange_counts(rows, slots, *self._shape(rows, idx))
+        mine, theirs, calls = level.exchange_counts(
+            rows, slots, *self._shape(rows, idx), calls=self._last_call()
+        )
         ranks = f"ranks 0 to {level.num_ranks - 1}"
         tables = (mine[:, :2], theirs[:, :2])
         sizes = self._read(*tables, agree=theirs[:, 2:], ranks=ranks)
         route = level.compact(demand, *(Splits(*pair) for pair in zip(*sizes)))
-        return self._handle(route, level)
+        handle = self._handle(route, level)
+        handle.call = self._count_call(calls)
+        return handle
 
     def _handle(
         self,
@@ -242,6 +250,21 @@ class TokenSwitchAllToAll(CheckedTokenSwitch):
         elif sizes is not None:
             rows, slots = (splits.flipped().num_sent for splits in sizes)
         return _Handle(K, slots if self._exact else rows, slots, sizes, [route])
+
+    def _last_call(self) -> Tensor | None:
+        return None if torch.compiler.is_compiling() else self._calls
+
+    def _count_call(self, most: Tensor | None) -> int | Tensor:
+        """Number of a call, one more than the ``most`` of all ranks; 0 where no rank sent one.
+
+        A rank that was in a graph, or failed, counted fewer than others. A recomputation that
+        does not communicate has the number of its forward.
+        """
+        if torch.compiler.is_compiling() or type(most) is not Tensor:
+            return 0
+        call = most + 1
+        self._calls = raised(self._calls, call)
+        return call
 
     def _shape(self, counts: Tensor, idx: Tensor) -> tuple[Tensor, ...]:
         """Values that shapes depend on, for every rank; ranks that disagree would exchange garbage."""
@@ -310,6 +333,7 @@ class TokenSwitchAllToAll(CheckedTokenSwitch):
         self._must_agree(**facts, **needs)
         D, scale_bytes = tokens.shape[1], 0
         mark: int | Tensor = 0
+        calls = self._last_call()
         if self.capacity is not None:
             K = topk_weights.shape[1]
             mark = self._compare_facts(K=K, **facts, capacity=self.capacity)
@@ -327,7 +351,7 @@ class TokenSwitchAllToAll(CheckedTokenSwitch):
                 )
                 handle.routes.append(route)
             route = handle.routes[i]
-            route.mark = mark
+            route.mark, route.calls = mark, calls
             values, weights, ids = level.dispatch(
                 route,
                 values,
@@ -336,10 +360,13 @@ class TokenSwitchAllToAll(CheckedTokenSwitch):
                 find_slots=self._exact,
                 scale_bytes=scale_bytes,
             )
+            calls = route.calls
             if route.marks is not None:
                 # Sizes are not exchanged. The next level informs ranks that were not reached.
                 same = (route.marks == mark).all()
                 mark = torch.where(same, mark, ODD)
+        if handle.routes[0].is_static:
+            handle.call = self._count_call(calls)
         if isinstance(mark, Tensor):
             self._same_mark(mark != ODD)
         keeps = self.keep_scaled and scale_bytes > 0
@@ -407,8 +434,12 @@ class TokenSwitchAllToAll(CheckedTokenSwitch):
         handle, rows = _handle_of(routing), grad_out_tokens.to(expert_dtype)
         # A graph with a number would be of one layer.
         layer = 0 if torch.compiler.is_compiling() else self.layer
+        values = {
+            "layer of a backward, from 1,": layer,
+            "call of the layer in a backward": handle.call,
+        }
+        meet(self.levels, rows, "backward", values)
         for level, route in zip(self.levels, handle.routes):
-            level.meet(rows, "backward", "layer of a backward, from 1,", layer)
             rows = level.send_rows(route, rows)
         if self._exact:
             rows = self.levels[-1].rows_to_slots(handle.routes[-1], rows, handle.top_k)
@@ -541,21 +572,26 @@ class TokenSwitchHierarchical(TokenSwitchAllToAll):
         demand = node.demand(idx)
         if node.capacity is not None:
             return self._handle(node.static(demand), local)
-        first, second = self._sizes(idx, demand)
-        return self._handle(node.compact(demand, *first), local, second)
+        (first, second), calls = self._sizes(idx, demand)
+        handle = self._handle(node.compact(demand, *first), local, second)
+        handle.call = self._count_call(calls)
+        return handle
 
-    def _sizes(self, idx: Tensor, demand: Demand) -> list[tuple[Splits, Splits]]:
-        """Exact sizes of both levels, in one host sync."""
+    def _sizes(
+        self, idx: Tensor, demand: Demand
+    ) -> tuple[list[tuple[Splits, Splits]], Tensor | None]:
+        """Exact sizes of both levels, in one host sync, and the largest number of calls."""
         node, local = self.levels
         N, L = node.num_ranks, local.num_ranks
         ranks = node.demand(idx, N * L)
         rows, slots = ranks.row_counts.view(N, L), ranks.slot_counts.view(N, L)
-        mine, theirs = node.exchange_counts(
+        mine, theirs, calls = node.exchange_counts(
             demand.row_counts,
             demand.slot_counts,
             *self._shape(demand.row_counts, idx),
             *rows.unbind(1),
             *slots.unbind(1),
+            calls=self._last_call(),
         )
         # Rows for each rank, of the tokens that arrive here from all nodes.
         shapes, relayed = (
@@ -565,15 +601,18 @@ class TokenSwitchHierarchical(TokenSwitchAllToAll):
         relayed = relayed.sum(0).view(2, L)
         # Every rank of the node gets the extremes of the ranks that the others relay.
         extremes = torch.cat([shapes.amin(0), shapes.amax(0)]).expand(L, -1)
-        sent, received = local.exchange_counts(*relayed.unbind(0), *extremes.unbind(1))
+        sent, received, calls = local.exchange_counts(
+            *relayed.unbind(0), *extremes.unbind(1), calls=calls
+        )
         agree = received[:, 2:].reshape(2 * L, len(AGREED))
         tables = (mine[:, :2], theirs[:, :2], sent[:, :2], received[:, :2])
         ranks = "the least and the most of every column of ranks"
         read = self._read(*tables, agree=agree, ranks=ranks)
-        return [
+        sizes = [
             (Splits(send[0], recv[0]), Splits(send[1], recv[1]))
             for send, recv in (read[:2], read[2:])
         ]
+        return sizes, calls
 
 
 def grow_and_rerun(

@@ -24,10 +24,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any, cast, TYPE_CHECKING
-from weakref import WeakKeyDictionary
+from typing import Any, TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -35,6 +34,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._local_tensor import local_tensor_mode
+from torch.distributed._moe.groups import own_group, scalar_device
 from torch.distributed._moe.payload import (
     empty_message,
     is_traced,
@@ -43,11 +43,11 @@ from torch.distributed._moe.payload import (
     unpack,
 )
 from torch.fx.experimental.symbolic_shapes import guard_or_false
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from datetime import timedelta
     from typing import TypeVar
 
     from torch.distributed.distributed_c10d import ProcessGroup
@@ -59,12 +59,11 @@ __all__ = [
     "count_wire_bytes",
     "Demand",
     "Exchange",
-    "group_timeout",
+    "meet",
+    "raised",
     "read_on_host",
     "Route",
-    "scalar_device",
     "Splits",
-    "sub_group",
     "sum_in_order",
     "take",
     "WireBytes",
@@ -137,6 +136,7 @@ class Route:
             that arrive, known after they arrived; None if every position is one, in order.
         mark (int or Tensor): sent with each row of a static route.
         marks (Tensor, optional): (M, K) int64 of the received rows; not in graphs.
+        calls (Tensor, optional): on CPU, what ``wait_for_all`` of a static route gets and returned.
     """
 
     rows: Splits
@@ -151,6 +151,7 @@ class Route:
     recv_slot: Tensor | None = None
     mark: int | Tensor = 0
     marks: Tensor | None = None
+    calls: Tensor | None = None
 
     @property
     def is_static(self) -> bool:
@@ -233,21 +234,14 @@ def _may_mix(x: Tensor) -> bool:
     return x.device.type == "cpu" and local_tensor_mode() is None
 
 
-# -- groups
+def raised(counter: Tensor, value: Tensor) -> Tensor:
+    """Their maximum. A recomputation that keeps results of ops would set a counter back."""
+    plain = not torch.compiler.is_compiling() and type(value) is Tensor
+    hides = plain and is_traced(value)
+    with _disable_current_modes() if hides else contextlib.nullcontext():
+        return torch.maximum(counter, value)
 
 
-# The code below keeps names of groups, not groups. A model outlives ``destroy_process_group``; a
-# group that it held would keep its threads, which would end during the interpreter's shutdown.
-
-
-# Groups only for MoE communication, by their parent group, their ranks, and whether
-# they belong to the communication thread.
-_sub_groups: WeakKeyDictionary[
-    ProcessGroup, dict[tuple[tuple[int, ...], bool], c10d.GroupName]
-]
-_sub_groups = WeakKeyDictionary()
-# How many of these groups each set of ranks has made, by the world.
-_names: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 # Names of kinds of messages in errors; all others are "combine".
 _PHASES = {
     "agree": "comparison",
@@ -257,76 +251,6 @@ _PHASES = {
     "experts": "fetch of experts",
     "expert_grads": "return of their gradients",
 }
-
-
-def group_timeout(group: ProcessGroup) -> timedelta | None:
-    """Timeout of the group's first backend that has one, or None."""
-    for device in group._device_types:
-        options = getattr(group._get_backend(device), "options", None)
-        timeout = getattr(options, "_timeout", None)
-        if timeout is not None:
-            return timeout
-    return None
-
-
-def scalar_device(group: ProcessGroup) -> torch.device:
-    """The accelerator if the group has a native backend for it (NCCL), else the CPU."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    config = c10d.BackendConfig(c10d.get_backend_config(group)).get_device_backend_map()
-    own = accelerator and config.get(accelerator.type) not in (None, "gloo", "fake")
-    return accelerator if own else torch.device("cpu")
-
-
-def sub_group(
-    group: ProcessGroup, ranks: list[int], *, own: bool = False
-) -> c10d.GroupName:
-    """Name of a group of some ranks of ``group``, only for MoE communication.
-
-    Collective over ``ranks``. The first call makes the group, with the backend and the timeout of
-    ``group``; all layers share it.
-
-    Args:
-        ranks (list[int]): global ranks, ascending.
-
-    Keyword Args:
-        own (bool): a separate group, see :func:`own_group`; the group of a switch's level may have
-            all ranks, too. Default: ``False``
-    """
-    made, key = _sub_groups.setdefault(group, {}), (tuple(ranks), own)
-    if key not in made:
-        # A group's name is salted with the number of groups that the process made. Ranks with
-        # other layers, as in a pipeline, made other numbers. So the salt here is negative, and
-        # the number is restored; otherwise a later new_group would have different names. A name is
-        # never used again, as the store keeps the addresses of a destroyed group.
-        world, names = c10d._world, _names.setdefault(dist.group.WORLD, Counter())
-        count = world.group_count
-        try:
-            world.group_count = -1 - names[key[0]]
-            new = dist.new_group(
-                ranks,
-                timeout=group_timeout(group),
-                backend=dist.get_backend(group),
-                use_local_synchronization=True,
-                group_desc="moe_communication",
-            )
-        finally:
-            world.group_count = count
-        # Not where it failed: other ranks may not have tried yet.
-        names[key[0]] += 1
-        made[key] = cast("ProcessGroup", new).group_name
-    return made[key]
-
-
-def own_group(group: ProcessGroup) -> c10d.GroupName:
-    """:func:`sub_group` of all ranks of ``group``; such a group is its own.
-
-    All ranks must issue the collectives of a group in one order. A communication thread
-    can't keep that order with what other threads send in the group, such as the gradients
-    of data parallelism."""
-    ranks = dist.get_process_group_ranks(group)
-    name = sub_group(group, ranks, own=True)
-    _sub_groups[c10d._resolve_process_group(name)] = {(tuple(ranks), True): name}
-    return name
 
 
 # -- one level
@@ -391,43 +315,28 @@ class Exchange:
         _, slot_of, _, slot_counts = torch._moe_permutation(dest, W)
         return Demand(dest, columns, token_of, row_of, row_counts, slot_of, slot_counts)
 
-    def exchange_counts(self, *columns: Tensor) -> tuple[Tensor, Tensor]:
-        """C columns of (W) integers, one for each rank -> (W, C) sent and (W, C) received."""
+    def exchange_counts(
+        self, *columns: Tensor, calls: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """C columns of (W) integers, one for each rank -> (W, C) sent and (W, C) received.
+
+        On CPU also the largest ``calls`` of the ranks, (1) int32; None is 0.
+        """
         mine = torch.stack(columns, dim=1).int()
         if _may_mix(mine):
-            every = self._gather(mine, "sizes").view(self.num_ranks, *mine.shape)
-            return mine, every.select(1, self.rank)
-        return mine, self.send(mine, EVEN, "sizes")
+            every, calls = self._gather(mine, "sizes", calls)
+            return mine, every.unflatten(1, mine.shape).select(1, self.rank), calls
+        return mine, self.send(mine, EVEN, "sizes"), None
 
-    def wait_for_all(self, x: Tensor) -> None:
-        """Waits until all ranks are about to send ``x``, if no exchange of sizes comes before it."""
-        if _may_mix(x):
-            self._gather(torch.zeros(1, 1, dtype=torch.int32), "rows")
+    def wait_for_all(self, x: Tensor, calls: Tensor | None = None) -> Tensor | None:
+        """Waits until all ranks are about to send ``x``, if no exchange of sizes comes before it.
 
-    def meet(self, x: Tensor, kind: str, what: str, value: int) -> None:
-        """Raises on all ranks, before ``x`` is sent, if they have another ``value``.
-
-        Args:
-            kind (str): kind of message, for errors.
-            what (str): what the value is, for the error.
-            value (int): positive, or 0 that is equal to any other.
+        Returns:
+            Tensor, optional: as the last one of :meth:`exchange_counts`.
         """
         if not _may_mix(x):
-            return
-        least = torch.iinfo(torch.int64).min
-        bounds = [value, -value] if value else [least, least]
-        bounds = torch.tensor(bounds, dtype=torch.int64, device=x.device)
-        self._count(bounds)
-        bounds = self.named(kind, functools.partial(self._maximum, bounds))
-        error = f"{self.owner}: {what} must be the same on all ranks"
-        if is_traced(x):
-            torch._assert_async(bounds[0] <= -bounds[1], error)
-            return
-        most, least = bounds.tolist()
-        if most > -least:
-            raise RuntimeError(
-                f"{error}, they have {-least} to {most}, this one {value}"
-            )
+            return None
+        return self._gather(x.new_zeros(0, dtype=torch.int32), "rows", calls)[1]
 
     def _maximum(self, x: Tensor) -> Tensor:
         """``x`` of the ranks, the largest of each element."""
@@ -436,10 +345,16 @@ class Exchange:
         dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
         return x
 
-    def _gather(self, x: Tensor, kind: str) -> Tensor:
-        """``x`` of all ranks, concatenated."""
-        self._count(x)
-        return self.named(kind, functools.partial(self._all_gather, x))
+    def _gather(
+        self, x: Tensor, kind: str, calls: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(W, n) int32 ``x`` of all ranks, and the largest ``calls``."""
+        x = x.flatten()
+        message = torch.cat([x, x.new_zeros(1) if calls is None else calls])
+        self._count(message)
+        every = self.named(kind, functools.partial(self._all_gather, message))
+        every = every.view(self.num_ranks, -1)
+        return every[:, :-1], every[:, -1:].amax(0)
 
     def _all_gather(self, x: Tensor) -> Tensor:
         if is_traced(x):
@@ -488,7 +403,7 @@ class Exchange:
         at = torch.arange(T * columns, device=rows.device) // max(columns, 1)
         token = at.new_full((W * capacity + 1,), T).scatter(0, rows, at)
         needed = demand.row_counts.max()
-        self.needed = torch.maximum(self.needed.to(needed.device), needed)
+        self.needed = raised(self.needed.to(needed.device), needed)
         route = Route(
             EVEN,
             EVEN,
@@ -540,7 +455,7 @@ class Exchange:
         parts.append((idx.shape[1], torch.int32))
         if marked:
             self._last_message = len(route.send_token), parts
-            self.wait_for_all(values)
+            route.calls = self.wait_for_all(values, route.calls)
         message = pack([values, weights, idx.int()], fill, route.send_token)
         kinds = {
             "rows": values.shape[1] * values.element_size() - scale_bytes,
@@ -715,6 +630,38 @@ class Exchange:
     def use_own_groups(self) -> None:
         """Communicates over a group that nobody else uses, see :func:`own_group`."""
         self.group_name = own_group(self.group)
+
+
+def meet(
+    levels: tuple[Exchange, ...], x: Tensor, kind: str, values: dict[str, int | Tensor]
+) -> None:
+    """Raises on all ranks of the ``levels``, before ``x`` is sent, if they have other ``values``.
+
+    Args:
+        kind (str): kind of message, for errors.
+        values (dict[str, int or Tensor]): by what they are: positive, or 0 that equals any other.
+    """
+    if not _may_mix(x):
+        return
+    mine = [torch.as_tensor(n, dtype=torch.int64).reshape(()) for n in values.values()]
+    mine = torch.stack(mine).unsqueeze(1)
+    bounds = torch.cat([mine, -mine], 1)
+    bounds = bounds.masked_fill(mine == 0, torch.iinfo(torch.int64).min)
+    for level in levels:
+        level._count(bounds)
+        bounds = level.named(kind, functools.partial(level._maximum, bounds))
+    if is_traced(x):
+        torch._assert_async(
+            (bounds[:, 0] <= -bounds[:, 1]).all(),
+            f"{levels[0].owner}: {', '.join(values)} must be the same on all ranks",
+        )
+        return
+    for (what, value), (most, least) in zip(values.items(), bounds.tolist()):
+        if most > -least:
+            raise RuntimeError(
+                f"{levels[0].owner}: {what} must be the same on all ranks, they have "
+                f"{-least} to {most}, this one {int(value)}"
+            )
 
 
 def read_on_host(*tables: Tensor) -> list[list[list[int]]]:

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed._moe.exchange import Exchange, Splits, sum_in_order
+from torch.distributed._moe.exchange import Exchange, meet, Splits, sum_in_order
 from torch.distributed._moe.in_flight import begin, end, use_own_groups
 from torch.distributed._moe.payload import decode, encode, is_traced, pack, unpack
 
@@ -134,7 +134,7 @@ class Copies:
         message = pack(sent, index=index)
         # It depends on dtypes that nothing has compared yet.
         size = message.shape[1] * message.element_size()
-        self.exchange.meet(message, "experts", "bytes of an expert", size)
+        meet(self.exchange.levels, message, "experts", {"bytes of an expert": size})
         message = self.exchange.send(message, moves.splits, "experts")
         outputs = []
         for w, rows, c in zip(weights, unpack(message, parts), coded):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import detect_fake_mode
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed._moe.exchange import scalar_device
+from torch.distributed._moe.groups import scalar_device
 from torch.utils._python_dispatch import _disable_current_modes
 
 

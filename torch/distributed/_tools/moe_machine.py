@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._moe.exchange import scalar_device
+from torch.distributed._moe.groups import scalar_device
 from torch.distributed._tools.moe_calibration import calibrate
 from torch.distributed._tools.moe_profile import CpuConstants, DEVICES, Profile
 from torch.distributed._tools.moe_train_calibration import measure_training

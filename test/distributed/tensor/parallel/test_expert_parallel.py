@@ -500,9 +500,11 @@ class TestExpertParallel(ExpertParallelTest):
             return nn.MoE(D, hidden, experts, 2, **kwargs)
 
         with self.assertRaisesRegex(
-            ValueError, r"of the 4 ranks .* got 6 .* 4 and 8: .* \[1, 2, 3\]"
+            ValueError, r"of the 4 ranks .* got 6 .* 4 or 8 are .* \[1, 2, 3\]"
         ):
             apply(moe(6))
+        with self.assertRaisesRegex(ValueError, r"got 3 .* MoE\. 4 are .* \[1, 3\]"):
+            apply(moe(3))
         with self.assertRaisesRegex(ValueError, "all 24 gate rows before the up rows"):
             apply(moe(), two_dims)
         with self.assertRaisesRegex(

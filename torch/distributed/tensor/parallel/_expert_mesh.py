@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed._moe.exchange import group_timeout
+from torch.distributed._moe.groups import group_timeout
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.utils.weak import WeakTensorKeyDictionary
 

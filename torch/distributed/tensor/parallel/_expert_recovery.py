@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn, Tensor
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed._moe.exchange import sub_group
 from torch.distributed._moe.fetch import Made
+from torch.distributed._moe.groups import sub_group
 from torch.distributed._moe.plan import Plan, Topology
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel._expert_placed_layer import (

@@ -17,7 +17,7 @@ from torch.distributed._moe.all_to_all import (
     TokenSwitchAllToAll,
     TokenSwitchHierarchical,
 )
-from torch.distributed._moe.exchange import sub_group
+from torch.distributed._moe.groups import sub_group
 from torch.distributed._moe.overlap_schedule import OverlapSchedule, sequential_schedule
 from torch.distributed._moe.recompute import save_communication
 from torch.distributed._token_switch import TokenSwitch
@@ -224,6 +224,11 @@ def _region_of(module: nn.Module) -> _Region:
 
 def _parallel_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     region = _region_of(module)
+    if not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level():
+        raise RuntimeError(
+            f"ExpertParallel: {type(module).__name__} was called inside a transform of torch.func, "
+            "which can't see the gradients that other ranks send; use torch.autograd.grad"
+        )
     for value in (*args, *kwargs.values()):
         if isinstance(value, DTensor):
             raise TypeError(
@@ -612,12 +617,16 @@ class ExpertParallel(ParallelStyle):
         if num_experts % ep_size:
             more = -num_experts % ep_size
             ranks = [n for n in range(1, ep_size) if num_experts % n == 0]
+            # Not 0, where there are fewer experts than ranks.
+            fewer = (
+                f"{num_experts + more - ep_size} or " if num_experts > ep_size else ""
+            )
             raise ValueError(
                 f"ExpertParallel: the number of experts must be a multiple of the {ep_size} "
                 f"ranks of device_mesh, got {num_experts} experts in "
-                f"{type(module).__name__}. The nearest are {num_experts + more - ep_size} "
-                f"and {num_experts + more}: pad every expert parameter with {more} experts "
-                f"of zeros, and the router so that nothing chooses them. These experts go on {ranks} ranks"
+                f"{type(module).__name__}. {fewer}{num_experts + more} are possible: pad every "
+                f"expert parameter with {more} experts of zeros, and the router so that nothing "
+                f"chooses them. These experts go on {ranks} ranks"
             )
         if "tp" in roles:
             adapter.check_tensor_parallel(module)
