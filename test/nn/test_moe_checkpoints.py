@@ -108,6 +108,22 @@ class TestMoeCheckpoints(TestCase):
         scale = wanted.abs().max().item()
         self.assertEqual(actual.double(), wanted, atol=2e-6 * scale, rtol=0)
 
+    def test_whole_rows_of_int4_of_two_lengths(self):
+        """128 is no multiple of 96: both weights of a call need blocks of 32."""
+        words = [packed(torch.randint(-8, 8, (E, 32, size))) for size in (128, 96)]
+        scale = torch.rand(E, 32, 1)
+        recipes = [
+            [
+                from_compressed_tensors(
+                    w, scale, weight_shape=(32, size), block=block
+                ).recipe
+                for w, size in zip(words, (128, 96))
+            ]
+            for block in (None, 32)
+        ]
+        self.assertNotEqual(*recipes[0])
+        self.assertEqual(*recipes[1])
+
     @parametrize("name", FORMS)
     def test_every_number_is_theirs(self, name):
         torch.manual_seed(0)
@@ -155,6 +171,10 @@ class TestMoeCheckpoints(TestCase):
             ("got Tensor; quantise its dequantize", lambda: from_torchao(ones)),
             ("pack 8 numbers of 4 bits", lambda: from_compressed_tensors(words, ones)),
             ("pack 8 numbers of 4 bits", lambda: from_compressed_tensors(words, ones, weight_shape=(32, 32))),
+            ("weight_shape .N, K. of one expert", lambda: from_compressed_tensors(words, ones, weight_shape=(31, 64))),
+            ("weight_shape .N, K. of one expert", lambda: from_compressed_tensors(words, ones, weight_shape=torch.tensor([[32, 64]] * E))),
+            ("block must be 32 or 128", lambda: from_compressed_tensors(words, ones, weight_shape=(32, 64), block=64)),
+            ("a multiple of 128, got 64", lambda: from_compressed_tensors(words, ones, weight_shape=(32, 64), block=128)),
             ("of whole rows or one of .*, got 32", lambda: from_compressed_tensors(data, torch.ones(E, 32, 2))),
             ("a multiple of 32, got 16", lambda: from_compressed_tensors(words, torch.ones(E, 32, 4), weight_shape=(32, 64))),
             ("groups that divide K = 64", lambda: from_compressed_tensors(data, torch.ones(E, 32, 3))),

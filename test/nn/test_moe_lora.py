@@ -2,6 +2,7 @@
 """Low-rank adapters of stacked experts: values, gradients, what is saved, and life with checkpointing."""
 
 import copy
+import io
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
@@ -107,6 +108,35 @@ class TestMoeLora(TestCase):
         self.assertEqual(parameters[1].dtype, torch.float32)
         self.assertEqual(parameters[1].grad.dtype, torch.float32)
         self.assertGreater(parameters[1].grad.abs().sum(), 0)
+
+    @parametrize_test("dtype", [torch.bfloat16, torch.float16])
+    @parametrize_test("recipe", [None, "mxfp8"])
+    def test_autocast(self, dtype, recipe):
+        """The forward's merged weight is that of the backward, which runs without autocast."""
+        results = []
+        for merges in (False, True):
+            module = make(32, 32, dtype=torch.float32, recipe=recipe)
+            adapt(module)
+            if merges:
+                for name in ("w_in", "w_out"):
+                    parametrize.remove_parametrizations(module, name)
+            x = torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
+            x.requires_grad_()
+            with torch.autocast("cpu", dtype):
+                y = module(x)
+            y.sum().backward()
+            results.append((y, x.grad))
+        self.assertEqual(*results, rtol=0, atol=0)
+
+    def test_saved_whole_after_merging(self):
+        layer, file = make(), io.BytesIO()
+        adapt(layer)
+        for name in ("w_in", "w_out"):
+            parametrize.remove_parametrizations(layer, name)
+        torch.save(layer, file)
+        file.seek(0)
+        x = torch.randn(3, 8, dtype=torch.float64)
+        self.assertEqual(torch.load(file, weights_only=False)(x), layer(x))
 
     def test_saves_what_the_frozen_layer_saves(self):
         sizes = {}

@@ -206,6 +206,7 @@ class TestBadInput(TestCase):
             ({"config": 3}, TypeError, "config must be a MoEConfig, the name of one or a module, got int"),
             ({"config": torch.nn.Linear(2, 2)}, ValueError, "neither a .config nor a parameter"),
             ({"device": "H9000"}, ValueError, "device must be a device of this machine, one of A100"),
+            ({"device": "meta"}, ValueError, "a torch.device is measured, so it must be one of ['cpu'"),
             ({"device": 3}, TypeError, "device must be a str, a torch.device or a Profile, got int"),
             ({"tokens": 0}, ValueError, "tokens must be an integer from 1 to 268,435,456, got 0"),
             ({"tokens": 1.5}, ValueError, "tokens must be an integer from 1 to 268,435,456, got 1.5"),

@@ -2,7 +2,10 @@
 
 """F.scaled_moe_mlp, recipes of F.moe_mlp, and the cache of quantised weights."""
 
+import copy
 import doctest
+import pickle
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -200,6 +203,57 @@ class TestScaledFunctional(TestCase):
         self.assertIs(caches[0](w_in), before)
         optimizer.step()
         self.assertIsNot(caches[0](w_in), before)
+
+    def test_weight_cache_of_a_module(self):
+        """Copies have a cache of their own, and Module.to may swap the weight."""
+        layer = torch.nn.Linear(32, 64)
+        layer.weight = torch.nn.Parameter(torch.randn(2, 64, 32))
+        layer.cache = WeightCache("mxfp8")
+        layer.cache(layer.weight)
+        other = torch.nn.Parameter(torch.zeros(1))
+        other.grad = torch.ones(1)
+        for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            before = copied.cache(copied.weight)
+            self.assertIs(copied.cache(copied.weight), before)
+            copied.weight.data.mul_(2)
+            torch.optim.SGD([other], lr=0.1).step()
+            self.assertIsNot(copied.cache(copied.weight), before)
+        wanted = layer.cache(layer.weight)
+        with mock.patch.object(
+            torch.__future__, "get_swap_module_params_on_conversion", lambda: True
+        ):
+            layer.bfloat16()
+        self.assertIsNot(layer.cache(layer.weight), wanted)
+        # Another view of the same memory.
+        view = layer.weight.detach()
+        self.assertIs(layer.cache(view), layer.cache(layer.weight))
+        self.assertIsNot(layer.cache(view[:1]), layer.cache(view))
+
+    def test_weight_cache_and_inference_mode(self):
+        ops = CASE.operands(torch.float32)
+        caches = WeightCache("mxfp8"), WeightCache("mxfp8")
+        w_in, w_out = (torch.nn.Parameter(w) for w in (ops.w_in, ops.w_out))
+
+        def layer(*weights):
+            args = ops.input, ops.topk_indices, ops.topk_weights, *weights
+            scaled = [cache(w) for cache, w in zip(caches, weights)]
+            return F.scaled_moe_mlp(
+                *args, recipe="mxfp8", w_in_scaled=scaled[0], w_out_scaled=scaled[1]
+            )
+
+        with torch.inference_mode():  # an evaluation before a step
+            wanted = layer(w_in, w_out)
+            frozen = w_in.clone(), w_out.clone()
+            self.assertEqual(layer(*frozen), wanted)
+            self.assertIs(caches[0](frozen[0]), caches[0](frozen[0]))
+        got = layer(w_in, w_out)
+        self.assertEqual(got, wanted)
+        got.sum().backward()
+        self.assertGreater(w_in.grad.abs().sum(), 0)
+
+    def test_quantize_weight_needs_experts(self):
+        with self.assertRaisesRegex(ValueError, r"shape \(E, N, K\), got \(64, 32\)"):
+            quantize_weight(torch.ones(64, 32), "mxfp8")
 
     @parametrize("use_reentrant", [False, True])
     def test_checkpoint(self, use_reentrant):

@@ -146,6 +146,13 @@ class TestMoeState(TestCase):
         for bad in ({}, state | {"w_in": state["w_in"][1:]}):
             with self.assertRaisesRegex(ValueError, "the same first dimension E"):
                 select_experts(bad, [0])
+        adapted = {"parametrizations.w_in.original": state["w_in"]}
+        adapted |= {k: w for k, w in state.items() if k != "w_in"}
+        with self.assertRaisesRegex(ValueError, "parametrized tensors may have exp"):
+            merge_experts(adapted, [[0]])
+        with torch.device("meta"):  # where a user builds the next model
+            merged = merge_experts(state, [[0, 1]])
+        self.assertEqual(merged["w_in"], state["w_in"][:2].mean(0, keepdim=True))
         with self.assertRaisesRegex(ValueError, r"w_in must be \(gF, D\)"):
             upcycle_mlp(torch.ones(2, 3, 4), torch.ones(4, 3), 2)
 

@@ -89,6 +89,7 @@ def from_compressed_tensors(
     *,
     weight_shape: tuple[int, int] | None = None,
     weight_zero_point: Tensor | None = None,
+    block: int | None = None,
 ) -> QuantizedWeight:
     """compressed-tensors: ``weight`` or ``weight_packed`` of its checkpoints, stacked by expert.
 
@@ -100,6 +101,9 @@ def from_compressed_tensors(
             float8_e4m3fn and int8.
         weight_shape: (N, K) of an expert, for int32.
         weight_zero_point: must be zero.
+        block: elements of a scale of the result, 32 or 128, for int4: equal for all weights of a
+            call, so 32 if a whole row of one of them is no multiple of 128. Default: 128 if it
+            divides the group size
 
     Raises:
         ValueError: a form that ``_moe_mlp_scaled`` does not take.
@@ -107,15 +111,17 @@ def from_compressed_tensors(
     name = "from_compressed_tensors"
     _check_zero_point(name, weight_zero_point)
     if weight.dtype == torch.int32:
-        sizes = None if weight_shape is None else tuple(map(int, weight_shape))
-        if sizes is None or sizes[1] != weight.shape[-1] * 8:
+        if isinstance(weight_shape, Tensor):
+            weight_shape = weight_shape.tolist()
+        sizes = (*weight.shape[1:-1], weight.shape[-1] * 8)
+        if weight_shape is None or tuple(weight_shape) != sizes:
             raise ValueError(
-                f"{name}: int32 must pack 8 numbers of 4 bits and K be a multiple of 8, "
-                f"got {tuple(weight.shape)} for weight_shape {sizes}"
+                f"{name}: int32 must pack 8 numbers of 4 bits and K be a multiple of 8, with the "
+                f"weight_shape (N, K) of one expert, got {tuple(weight.shape)} for {weight_shape}"
             )
         # Low bits first, with an offset of 8: on little-endian machines this is the op's format.
         weight = weight.contiguous().view(torch.uint8)
-    return _grouped(name, weight, weight_scale)
+    return _grouped(name, weight, weight_scale, block)
 
 
 def from_torchao(weight: Any) -> QuantizedWeight:
@@ -142,10 +148,16 @@ def _check_zero_point(name: str, zero_point: Tensor | None) -> None:
         raise ValueError(f"{name}: zero points must be 0, the op has none")
 
 
-def _grouped(name: str, data: Tensor, scale: Tensor) -> QuantizedWeight:
+def _grouped(
+    name: str, data: Tensor, scale: Tensor, block: int | None = None
+) -> QuantizedWeight:
     """Scales of groups along K, one per row, or one per expert."""
     packed = data.dtype == torch.uint8
     allowed = {torch.uint8: (32, 128), torch.float8_e4m3fn: (128,), torch.int8: (128,)}
+    if block is not None and (not packed or block not in allowed[data.dtype]):
+        raise ValueError(
+            f"{name}: block must be 32 or 128 and the numbers int4, got {block}"
+        )
     if data.dim() != 3 or data.dtype not in allowed:
         raise ValueError(
             f"{name}: numbers must be (E, N, K) float8_e4m3fn, int8 or int4, got "
@@ -165,10 +177,11 @@ def _grouped(name: str, data: Tensor, scale: Tensor) -> QuantizedWeight:
     scale = scale.float()
     if groups == 1 and not packed:
         return QuantizedWeight(data, scale.contiguous(), ScalingType.RowWise.value)
-    block = max((b for b in allowed[data.dtype] if size % b == 0), default=None)
+    blocks = allowed[data.dtype] if block is None else (block,)
+    block = max((b for b in blocks if size % b == 0), default=None)
     if block is None:
         rule = (
-            "of a multiple of 32"
+            f"of a multiple of {min(blocks)}"
             if packed
             else f"of whole rows or one of {list(allowed[data.dtype])}"
         )

@@ -11,7 +11,7 @@ import math
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -56,7 +56,15 @@ class _LowRank(Module):
 
     def merge(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
         a, b = a.to(weight.dtype), b.to(weight.dtype)
-        return torch.baddbmm(weight, b, a, alpha=self.scale)
+        # In the weight's dtype: autocast may be off when the backward merges again.
+        with _without_autocast(weight.device.type):
+            return torch.baddbmm(weight, b, a, alpha=self.scale)
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    if torch.amp.is_autocast_available(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 # The function that merges a weight again, the frozen weight and the merged weight.
@@ -148,6 +156,10 @@ def _forward(module: Module, *args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
     with _merging_again():
         return forward(*args, **kwargs)
+
+
+# pickle finds a bound method by its name: a module that was merged for good gets its class's again.
+_forward.__name__ = "forward"
 
 
 def add_lora(

@@ -184,7 +184,15 @@ def _device_of(device: Any) -> Profile | torch.device:
                 "select_recipe: a CPU is measured, not modelled: device must be 'cpu', got the "
                 f"profile {device.name!r}"
             )
-    elif not isinstance(device, torch.device):
+    elif isinstance(device, torch.device):
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        here = ["cpu"] + ([accelerator.type] if accelerator is not None else [])
+        if device.type not in here:
+            raise ValueError(
+                f"select_recipe: a torch.device is measured, so it must be one of {here} on this "
+                f"machine, got {device}"
+            )
+    else:
         raise TypeError(
             "select_recipe: device must be a str, a torch.device or a Profile, got "
             f"{type(device).__name__}"

@@ -1,10 +1,12 @@
 """Quantised expert weights that serve several micro-batches. Prototype: may change."""
 
 import weakref
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import ScalingType
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -24,12 +26,16 @@ def quantize_weight(weight: Tensor, recipe: str) -> tuple[Tensor, ...]:
         gradients of the rows. For ``"fp8_blockwise"``, whose square blocks serve both, ``(data, scale)``.
 
     Raises:
-        ValueError: ``recipe`` is none of them.
+        ValueError: ``recipe`` is none of them, or ``weight`` has not three dimensions.
     """
     recipes = F._MOE_RECIPES
     if recipe not in recipes:
         raise ValueError(
             f"quantize_weight: recipe must be one of {', '.join(recipes)}, got {recipe!r}"
+        )
+    if weight.dim() != 3:
+        raise ValueError(
+            f"quantize_weight: weight must have shape (E, N, K), got {tuple(weight.shape)}"
         )
     code = recipes[recipe][1]
     rows = torch.ops.aten._moe_quantize(weight.detach(), code)
@@ -42,10 +48,11 @@ class WeightCache:
     r"""Quantises a weight once and remembers it until it may have changed.
 
     It quantises again after a step of any :class:`torch.optim.Optimizer`, after an in-place write (also by
-    ``load_state_dict``, and under :func:`torch.no_grad`), for another tensor or other memory
-    (``weight.data = ...``), and after :meth:`clear`. Until the next optimizer step it misses writes that
-    autograd misses (into ``weight.data``, or by the gather of FSDP2). Call :meth:`clear` after loading a
-    checkpoint into the shards of FSDP2.
+    ``load_state_dict``, and under :func:`torch.no_grad`), for other memory (another tensor, or
+    ``weight.data = ...``), and after :meth:`clear`. Until the next optimizer step it misses writes that
+    autograd misses (into ``weight.data``, into a weight made in inference mode, or by the gather of FSDP2).
+    Call :meth:`clear` after loading a checkpoint into the shards of FSDP2. A tensor subclass, such as a
+    DTensor, is quantised in each call. Copies, also those of pickle, begin empty.
 
     The gradient still goes to the weight, which is passed next to its quantised form. The cache is state, so
     call it outside of :func:`torch.compile`, or let the graph quantise.
@@ -68,8 +75,9 @@ class WeightCache:
 
     def __init__(self, recipe: str) -> None:
         self.recipe = recipe
-        self._weight: weakref.ref[Tensor] | None = None
-        self._state: tuple[int, int] | None = None
+        # The memory, not the tensor: Module.to can't swap a tensor that has weak references.
+        self._memory: StorageWeakRef | None = None
+        self._state: tuple[Any, ...] = ()
         self._scaled: tuple[Tensor, ...] = ()
         me = weakref.ref(self)
 
@@ -83,15 +91,23 @@ class WeightCache:
 
     def __call__(self, weight: Tensor) -> tuple[Tensor, ...]:
         """The tuple of :func:`quantize_weight` for ``weight`` (E, N, K)."""
-        known = self._weight() if self._weight is not None else None
-        # Tensor subclasses may have no storage.
-        has_memory = type(weight) in (Tensor, torch.nn.Parameter)
-        state = weight._version, weight.data_ptr() if has_memory else 0
-        if known is not weight or self._state != state:
-            self._scaled = quantize_weight(weight, self.recipe)
-            self._weight, self._state = weakref.ref(weight), state
+        if type(weight) not in (Tensor, torch.nn.Parameter):  # it may have no memory
+            return quantize_weight(weight, self.recipe)
+        # No other memory has this number as long as the weak reference exists.
+        memory = StorageWeakRef(weight.untyped_storage())
+        version = -1 if weight.is_inference() else weight._version
+        view = weight.shape, weight.stride(), weight.storage_offset(), weight.dtype
+        state = memory.cdata, weight.data_ptr(), version, view
+        if self._state != state:
+            # The next forward may record gradients.
+            with torch.inference_mode(False):
+                self._scaled = quantize_weight(weight, self.recipe)
+            self._memory, self._state = memory, state
         return self._scaled
 
     def clear(self) -> None:
         """Forgets the weight: the next call quantises."""
-        self._weight, self._scaled = None, ()
+        self._memory, self._state, self._scaled = None, (), ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.recipe,)

@@ -23,6 +23,11 @@ def _stacked(
     """Keys whose tensors have experts in their first dimension, and how many experts."""
     if names is None:
         keys = [prefix + n for n in _NAMES if prefix + n in state]
+        if adapted := [k for k in state if k.startswith(prefix + "parametrizations.")]:
+            raise ValueError(
+                f"{function}: parametrized tensors may have experts, too; merge low-rank adapters "
+                f"with remove_parametrizations, or pass names, got {adapted} below the prefix {prefix!r}"
+            )
     else:
         keys = [prefix + n for n in names]
         if missing := [key for key in keys if key not in state]:
@@ -62,8 +67,9 @@ def select_experts(
         dict[str, Tensor]: in the order of ``state``; tensors of experts are new.
 
     Raises:
-        ValueError: ``state`` has no tensors of experts, their first dimensions differ, or an id is
-            outside [0, E).
+        ValueError: ``state`` has no tensors of experts, their first dimensions differ, an id is
+            outside [0, E), or the layer has parametrizations and ``names`` does not say which
+            tensors have experts.
 
     Example::
 
@@ -126,13 +132,13 @@ def merge_experts(
             f"got {groups}"
         )
     if weights is None:
-        weights = torch.ones(num_experts)
+        weights = torch.ones(num_experts, device="cpu")
     if weights.shape != (num_experts,) or not (weights >= 0).all():
         raise ValueError(
             f"merge_experts: weights must have shape (E,) = ({num_experts},) and be not negative, got "
             f"{weights.tolist()} of shape {tuple(weights.shape)}"
         )
-    mixing = torch.zeros(len(groups), num_experts, dtype=torch.float64)
+    mixing = torch.zeros(len(groups), num_experts, dtype=torch.float64, device="cpu")
     for i, group in enumerate(groups):
         for e in group:
             mixing[i, e] += weights[e].item()
