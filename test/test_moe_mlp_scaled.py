@@ -22,10 +22,16 @@ from torch.testing._internal.common_utils import (
     run_tests,
     TestCase,
 )
-from torch.testing._internal.moe_generators import get_case, MoeCase
+from torch.testing._internal.moe_generators import (
+    get_case,
+    MoeCase,
+    one_token_with_preact,
+)
 from torch.testing._internal.moe_quantized_reference import (
+    apart_from_limit,
     CODES,
     dequantize_reference,
+    moe_quantize_reference,
     MX,
     ScaledMlp,
     sqnr,
@@ -153,6 +159,40 @@ class TestMoeMlpScaled(TestCase):
         ops = MoeCase("limit", dim=64, hidden=64).operands(torch.bfloat16)
         kwargs = {"limit": limit, **({"alpha": alpha} if alpha else {})}
         self.check(ops, "mxfp8", backend, activation=name, **kwargs)
+
+    @all_backends
+    @parametrize("interleaved", [False, True])
+    @parametrize("preact_dtype", [E4M3, torch.int8])
+    @parametrize("dtype", [torch.bfloat16, torch.float32])
+    def test_saved_values_stay_on_their_side_of_the_limit(
+        self, backend, interleaved, preact_dtype, dtype
+    ):
+        """Rounded to it or beyond it, they would have no gradient."""
+        gate = 7 + torch.linspace(-1, 1, 64)
+        up = gate * torch.tensor([1, -1]).repeat(32)
+        gate[3], up[7], up[40] = torch.inf, -torch.inf, torch.nan
+        h = (
+            torch.stack([gate, up], 1).flatten()
+            if interleaved
+            else torch.cat([gate, up])
+        )
+        h = h.to(dtype)
+        kwargs = {"activation": "swiglu_oai", "gate_interleaved": interleaved}
+        _, saved, _ = run_both(
+            backend,
+            one_token_with_preact(h, 64, 1.0),
+            preact_dtype=preact_dtype,
+            **recipe_args("mxfp8"),
+            **kwargs,
+        )
+        wide = apart_from_limit(h[None].double(), **kwargs).to(dtype)
+        wanted = moe_quantize_reference(wide, MX, dtype=preact_dtype)
+        for got, want in zip(saved[2:], wanted):
+            self.assertEqual(got.view(torch.uint8), want.view(torch.uint8))
+        kept = dequantize_reference(*saved[2:], MX)[0]
+        good = kept.isfinite()
+        self.assertEqual(good.sum(), len(h) - 32)
+        self.assertEqual(kept.abs()[good] < 7, h.abs()[good] < 7)
 
     @all_backends
     @all_recipes
@@ -400,6 +440,22 @@ class TestMoeMlpScaled(TestCase):
         preact = BACKENDS[backend](op, *args, *lists, **kwargs)[3]
         expected = dequantize_reference(data, scale, MX, dim=1).float()
         self.assertEqual(preact, expected, rtol=0, atol=0, equal_nan=True)
+
+    @all_backends
+    @parametrize("preact_dtype", [E4M3, torch.int8])
+    def test_noise_where_many_values_reach_the_limit(self, backend, preact_dtype):
+        """That of saving H in 8 bits alone, which was 16 dB where values moved to the limit."""
+        case = MoeCase("limit", num_tokens=256, dim=128, hidden=128, num_experts=2)
+        ops = case.operands(torch.float32)
+        ops.w_in.mul_(6 / (ops.w_in.std() * ops.input.std() * 128**0.5))
+        kwargs = {"activation": "swiglu", "limit": 7.0}
+        grads = run_both(
+            backend, ops, preact_dtype=preact_dtype, **recipe_args("mxfp8"), **kwargs
+        )[2]
+        exact = ScaledMlp(ops, *CODES["mxfp8"], preact_dtype=None, **kwargs).backward()
+        for name in ("grad_input", "grad_w_in", "grad_w_out", "grad_topk_weights"):
+            noise = sqnr(getattr(exact, name), getattr(grads, name))
+            self.assertGreater(noise, 26, msg=name)
 
     @parametrize(
         "recipe,floor", [("mxfp8", 22), ("fp8_blockwise", 22), ("fp8_rowwise", 21)]

@@ -234,6 +234,8 @@ class TestMoeScaledTriton(TestCase):
         ops = make_operands(dim=dim, hidden=hidden, bias=True)
         act = Activation("swiglu_oai", gate_interleaved=True)
         self.check_memory(ops, recipe, act, plan=TMA)
+        ops = make_operands(dim=dim, hidden=hidden, num_tokens=9)
+        self.check_memory(ops, recipe, Activation("swiglu", limit=0.4))
         ops = make_operands(dim=dim, hidden=hidden, activation="relu2", num_tokens=9)
         self.check_memory(ops, recipe, Activation("relu2"))
 

@@ -181,6 +181,29 @@ def sqnr(reference: Tensor, x: Tensor) -> float:
     return (10 * torch.log10(reference.square().sum() / noise)).item()
 
 
+def apart_from_limit(
+    h: Tensor,
+    activation: str,
+    *,
+    gate_interleaved: bool = False,
+    limit: float | None = None,
+    alpha: float | None = None,
+) -> Tensor:
+    """H (R, g*F) as it is saved in 8 bits: below 15/16 of the limit, or 9/8 of it."""
+    if limit is None:
+        if activation != "swiglu_oai":
+            return h
+        limit = 7.0
+    size = torch.where(
+        h.abs() < limit, h.abs().clamp(max=limit * 15 / 16), limit * 9 / 8
+    )
+    moved = torch.where(h.isnan(), h, size.copysign(h))
+    column = torch.arange(h.shape[1])
+    is_gate = column % 2 == 0 if gate_interleaved else column < h.shape[1] // 2
+    # The gate has no limit from below.
+    return torch.where(is_gate & (h < 0), h, moved)
+
+
 class ScaledMlp:
     """``_moe_mlp_scaled`` and its backward as a loop over experts, from quantised operands.
 
@@ -296,6 +319,7 @@ class ScaledMlp:
         h = self._preact(x)
         if self.preact_dtype is not None:
             code = ScalingType.BlockWise1x32.value
+            h = self._round(apart_from_limit(h, **self.activation))
             saved = moe_quantize_reference(h, code, dtype=self.preact_dtype)
             h = dequantize_reference(*saved, code)
         h = h.detach().requires_grad_()

@@ -194,6 +194,23 @@ class ScaledPass {
     return combine_slots(routing_, o.to(in_.input.scalar_type()));
   }
 
+  // H as it is saved in 8 bits. The gradient depends on which side of the limit a value is, so
+  // those close to it are moved as far as 8 bits round, and those beyond it to one value.
+  Tensor apart_from_limit(const Tensor& h) const {
+    if (!spec_.is_limited()) {
+      return h;
+    }
+    const auto limit = static_cast<float>(spec_.limit);
+    const float inside = 0.9375F * limit, outside = 1.125F * limit;
+    const auto [gate, up] = split_gate(h, spec_);
+    const auto size = at::where(up.abs().ge(limit), outside, up.abs().clamp_max(inside));
+    const std::array<Tensor, 2> halves = {
+        at::where(gate.ge(limit), outside, gate.clamp_max(inside)), size.copysign(up)};
+    const auto moved =
+        spec_.interleaved ? at::stack(halves, 2).flatten(1) : at::cat(halves, 1);
+    return moved.to(h.scalar_type());
+  }
+
   void backward(
       const moe::ScaledSaved& saved,
       const std::array<bool, 7>& wanted,
@@ -433,7 +450,8 @@ ForwardTuple forward(
   output = pass.project_out(h);
   if (compute_preact && call.preact_dtype.has_value()) {
     const auto q = pass.rounded(
-        h, moe::kPreactRule, 1, {}, *call.preact_dtype, /*codes=*/true, /*values=*/false);
+        pass.apart_from_limit(h), moe::kPreactRule, 1, {}, *call.preact_dtype,
+        /*codes=*/true, /*values=*/false);
     preact = q.data;
     preact_scale = q.scale;
   } else if (compute_preact) {

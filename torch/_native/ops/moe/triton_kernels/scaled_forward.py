@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
-from .activations import glu_forward, unary_forward
+from .activations import apart_from_limit, glu_forward, unary_forward
 from .forward import (
     load_rows,
     load_weight,
@@ -263,7 +263,7 @@ def _up_epilogue(
     alpha, limit, F,
     ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr, STORE_PREACT: tl.constexpr,
-    ROUND: tl.constexpr, INT8: tl.constexpr, BLOCK: tl.constexpr,
+    PREACT_8BIT: tl.constexpr, ROUND: tl.constexpr, INT8: tl.constexpr, BLOCK: tl.constexpr,
     EVEN_N: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Bias, rounding, activation and quantisation of some columns of H and A."""
@@ -284,6 +284,10 @@ def _up_epilogue(
         a = glu_forward(gate, up, alpha, limit, ACTIVATION, HAS_LIMIT)
     else:
         a = unary_forward(gate, ACTIVATION)
+    if STORE_PREACT and HAS_LIMIT and PREACT_8BIT:
+        # pyrefly: ignore[unbound-name]
+        gate, up = apart_from_limit(gate, up, limit)
+        gate, up = _rounded(gate, ROUND), _rounded(up, ROUND)
     if STORE_PREACT and GATED and INTERLEAVED:
         store_rows(
             # pyrefly: ignore[unbound-name]
@@ -328,8 +332,8 @@ def scaled_up_kernel(
     alpha, limit,
     ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    STORE_PREACT: tl.constexpr, ROUND: tl.constexpr, INT8: tl.constexpr,
-    BLOCK: tl.constexpr, WIDEN: tl.constexpr, SQUARE: tl.constexpr, UP_SHIFT: tl.constexpr,
+    STORE_PREACT: tl.constexpr, PREACT_8BIT: tl.constexpr, ROUND: tl.constexpr,
+    INT8: tl.constexpr, BLOCK: tl.constexpr, WIDEN: tl.constexpr, SQUARE: tl.constexpr, UP_SHIFT: tl.constexpr,
     USE_TMA: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -378,7 +382,7 @@ def scaled_up_kernel(
             b_in, preact, preact_scale, hidden, hidden_scale, stride_be, stride_bf,
             alpha, limit, F,
             ACTIVATION, HAS_LIMIT, GATED, INTERLEAVED, HAS_BIAS, STORE_PREACT,
-            ROUND, INT8, BLOCK, EVEN_N, BLOCK_M, BLOCK_N,
+            PREACT_8BIT, ROUND, INT8, BLOCK, EVEN_N, BLOCK_M, BLOCK_N,
         )  # fmt: skip
 
 

@@ -86,7 +86,7 @@ def _up(
             dim, num_hidden, rows.top_k, *_strides(gate), *bias_strides(b_in),
             **act.kernel_args(),
             HAS_SLOTS=rows.has_slots, HAS_BIAS=b_in is not None, STORE_PREACT=store_preact,
-            ROUND=product_type == torch.bfloat16, INT8=preact.is_int8,
+            PREACT_8BIT=preact.is_8bit, ROUND=product_type == torch.bfloat16, INT8=preact.is_int8,
             SQUARE=square, UP_SHIFT=up_shift, USE_TMA=flags["USE_TMA"],
             **_tile_args(recipe, config, num_hidden, dim),
         )  # fmt: skip
@@ -150,7 +150,7 @@ def _preact_room(
     kept = Preact.of(preact, scale)
     if experts.halves_adjacent and experts.num_hidden % PREACT_BLOCK != 0:
         values = like.new_empty(num_rows, width, dtype=experts.product_type)
-        kept = Preact.of(values, values)
+        kept = Preact.of(values, values)._replace(is_8bit=True)
     return preact, scale.view(torch.float8_e8m0fnu), kept
 
 

@@ -40,18 +40,23 @@ class Quantized(NamedTuple):
 
 
 class Preact(NamedTuple):
-    """H (R, g*F): 16 or 32 bits, or codes as uint8 with their scales."""
+    """H (R, g*F): 16 or 32 bits, or codes as uint8 with their scales.
+
+    Attributes:
+        is_8bit: whether values are codes, or become codes later.
+    """
 
     values: Tensor
     scale: Tensor
     is_int8: bool
+    is_8bit: bool
 
     @classmethod
     def of(cls, values: Tensor, scale: Tensor) -> "Preact":
         if values.element_size() > 1:
-            return cls(values, values, False)
+            return cls(values, values, False, False)
         codes, scale = (x.contiguous().view(torch.uint8) for x in (values, scale))
-        return cls(codes, scale, values.dtype == torch.int8)
+        return cls(codes, scale, values.dtype == torch.int8, True)
 
 
 def unswizzled(scale: Tensor, rows: int, columns: int) -> Tensor:
