@@ -152,7 +152,8 @@ class TokenSwitchAllToAll(CheckedTokenSwitch):
                 f"{name}: wire_dtype must be None, torch.bfloat16 or "
                 f"torch.float8_e4m3fn, got {wire_dtype}"
             )
-        self._calls = torch.zeros(1, dtype=torch.int32)  # largest number of a call
+        # Largest number of a call.
+        self._calls = torch.zeros(1, dtype=torch.int32, device="cpu")
         self._exact = combine == "exact"
         self._wire_dtype = wire_dtype
 
@@ -432,12 +433,11 @@ class TokenSwitchAllToAll(CheckedTokenSwitch):
         expert_dtype: torch.dtype,
     ) -> Tensor:
         handle, rows = _handle_of(routing), grad_out_tokens.to(expert_dtype)
-        # A graph with a number would be of one layer.
-        layer = 0 if torch.compiler.is_compiling() else self.layer
-        values = {
-            "layer of a backward, from 1,": layer,
-            "call of the layer in a backward": handle.call,
-        }
+        values: dict[str, int | Tensor] = {}
+        # A graph with a number would be of one layer, and a switch without a layer has none.
+        if self.layer and not torch.compiler.is_compiling():
+            values["layer of a backward, from 1,"] = self.layer
+        values["call of the layer in a backward"] = handle.call
         meet(self.levels, rows, "backward", values)
         for level, route in zip(self.levels, handle.routes):
             rows = level.send_rows(route, rows)

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._local_tensor import local_tensor_mode
 from torch.distributed._moe.groups import own_group, scalar_device
@@ -40,7 +41,9 @@ from torch.distributed._moe.payload import (
     is_traced,
     pack,
     rows_or,
+    unmerged_zero,
     unpack,
+    with_row,
 )
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.utils._python_dispatch import _disable_current_modes
@@ -182,8 +185,7 @@ def take(source: Tensor, index: Tensor) -> Tensor:
         return (Tensor.masked_fill if is_traced(rows) else Tensor.masked_fill_)(
             rows, missing, 0
         )
-    padded = torch.cat([source, source.new_zeros((1,) + source.shape[1:])])
-    return padded[torch.where(index < 0, size, index)]
+    return with_row(source)[torch.where(index < 0, size, index)]
 
 
 # Values of sums that stay in a core's cache while terms are added.
@@ -350,7 +352,10 @@ class Exchange:
     ) -> tuple[Tensor, Tensor]:
         """(W, n) int32 ``x`` of all ranks, and the largest ``calls``."""
         x = x.flatten()
-        message = torch.cat([x, x.new_zeros(1) if calls is None else calls])
+        # In a graph, or no call; a number is no fake tensor.
+        if calls is None or isinstance(x, FakeTensor):
+            calls = unmerged_zero(x.device).int()
+        message = torch.cat([x, calls])
         self._count(message)
         every = self.named(kind, functools.partial(self._all_gather, message))
         every = every.view(self.num_ranks, -1)
@@ -403,7 +408,8 @@ class Exchange:
         at = torch.arange(T * columns, device=rows.device) // max(columns, 1)
         token = at.new_full((W * capacity + 1,), T).scatter(0, rows, at)
         needed = demand.row_counts.max()
-        self.needed = raised(self.needed.to(needed.device), needed)
+        if torch.compiler.is_compiling() or not isinstance(needed, FakeTensor):
+            self.needed = raised(self.needed.to(needed.device), needed)
         route = Route(
             EVEN,
             EVEN,
@@ -600,7 +606,7 @@ class Exchange:
         if is_traced(x):
             out = funcol.all_to_all_single(x, splits.recv, splits.send, group)
             out = funcol.wait_tensor(out)
-            return torch.cat([out, out.new_zeros(1, *out.shape[1:])]) if spare else out
+            return with_row(out) if spare else out
         # Not the functional collective: waiting for its tensor takes longer than a small message,
         # and its threads outlive the group.
         rows = x.shape[0] if splits.recv is None else sum(splits.recv)
@@ -650,6 +656,9 @@ def meet(
         value = torch.as_tensor(value, dtype=torch.int64).reshape(1)
         mine, known = mine * 2**31 + value, (value > 0) & known
     bounds = torch.cat([mine, -mine]).masked_fill(~known, torch.iinfo(torch.int64).min)
+    if torch.compiler.is_compiling():
+        # What is of constants alone would not stay in the graph of the backward, before ``x``.
+        bounds = bounds + x[:1].isnan().sum().clamp(0, 0) + unmerged_zero(x.device)
     for level in levels:
         level._count(bounds)
         bounds = level.named(kind, functools.partial(level._maximum, bounds))

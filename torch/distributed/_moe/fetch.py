@@ -90,8 +90,8 @@ def moves_of(plan: Plan, rank: int) -> Moves:
     mine = copied[rank * each : (rank + 1) * each]
     target, sent = mine.t().nonzero(as_tuple=True)
     away = mine.any(1).nonzero().flatten()
-    places = torch.full(mine.shape, len(sent))
-    places[sent, target] = torch.arange(len(sent))
+    places = torch.full(mine.shape, len(sent), device=mine.device)
+    places[sent, target] = torch.arange(len(sent), device=mine.device)
     returned = places[away].sort(1).values[:, : int(mine.sum(1).max())]
     received = copied[:, rank].view(num_ranks, each).sum(1)
     splits = Splits(mine.sum(0).tolist(), received.tolist())

@@ -25,7 +25,9 @@ __all__ = [
     "pack",
     "rows_or",
     "scaled_rows",
+    "unmerged_zero",
     "unpack",
+    "with_row",
 ]
 
 
@@ -184,8 +186,26 @@ def rows_or(source: Tensor, index: Tensor, value: int) -> Tensor:
     if guard_or_false(rows > 0):
         taken = source.index_select(0, index.clamp_max(rows - 1))
         return torch.where((index < rows).unsqueeze(1), taken, value)
-    behind = source.new_full((1, source.shape[1]), value)
-    return torch.cat([source, behind]).index_select(0, index)
+    return with_row(source, value).index_select(0, index)
+
+
+def with_row(rows: Tensor, value: int = 0) -> Tensor:
+    """``rows``, and one more of ``value``."""
+    if torch.compiler.is_compiling() and guard_or_false(rows.shape[0] == 0):
+        # A graph drops empty parts of cat. Without the dependency, collectives of a rank that has no
+        # tokens would run in another order, and those of its backward in the forward.
+        row = rows.sum(0, True, dtype=rows.dtype) + value
+        return row + unmerged_zero(rows.device).to(rows.dtype)
+    return torch.cat([rows, rows.new_full((1, *rows.shape[1:]), value)])
+
+
+def unmerged_zero(device: torch.device) -> Tensor:
+    """(1) int64 0 for a graph that must keep collectives of equal messages.
+
+    A rank has equal messages where chunks have no tokens. A graph merges equal operators, of which
+    aten.empty is none, and then the others would wait for a collective of this rank.
+    """
+    return torch.empty(1, dtype=torch.int64, device=device).clamp(0, 0)
 
 
 def unpack(message: Tensor, parts: Iterable[tuple[int, torch.dtype]]) -> list[Tensor]:

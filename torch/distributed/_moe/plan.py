@@ -111,7 +111,9 @@ class Plan:
             slots.append(experts + [-1] * (topology.slots_per_rank - len(row)))
             for expert, tokens in row.items():
                 quotas[expert][rank] = tokens
-        return Plan(topology, torch.tensor(slots), torch.tensor(quotas))
+        # On the host, whatever the default device.
+        tables = (torch.tensor(rows, device="cpu") for rows in (slots, quotas))
+        return Plan(topology, *tables)
 
     @property
     def num_experts(self) -> int:
@@ -120,9 +122,10 @@ class Plan:
     def slots(self) -> Tensor:
         """Slot of each expert on each rank, (num_experts, num_ranks) int64, or -1."""
         num_ranks, slots_per_rank = self.slot_experts.shape
-        slots = torch.full((self.num_experts + 1, num_ranks), -1)
-        ranks = torch.arange(num_ranks)[:, None]
-        slots[self.slot_experts, ranks] = torch.arange(slots_per_rank)
+        device = self.slot_experts.device
+        slots = torch.full((self.num_experts + 1, num_ranks), -1, device=device)
+        ranks = torch.arange(num_ranks, device=device)[:, None]
+        slots[self.slot_experts, ranks] = torch.arange(slots_per_rank, device=device)
         return slots[:-1]
 
     def busiest(self) -> int:
@@ -130,7 +133,8 @@ class Plan:
         num_ranks = len(self.slot_experts)
         # Negative of a free slot.
         source = self.slot_experts // (self.num_experts // num_ranks)
-        away = (source >= 0) & (source != torch.arange(num_ranks)[:, None])
+        ranks = torch.arange(num_ranks, device=source.device)[:, None]
+        away = (source >= 0) & (source != ranks)
         sent, received = source[away].bincount(minlength=num_ranks), away.sum(1)
         return int(torch.maximum(sent, received).max())
 

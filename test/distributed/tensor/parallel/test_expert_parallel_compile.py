@@ -17,7 +17,7 @@ from torch.distributed._moe.overlap_schedule import OverlapSchedule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module
 from torch.distributed.tensor.parallel.expert_parallel import token_switches
-from torch.testing._internal.common_moe import NoHostSyncMode
+from torch.testing._internal.common_moe import NoHostSyncMode, slow_subtest
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -192,6 +192,35 @@ class TestExpertParallelCompile(GlooTest):
         self.assertGreater(most, 0)
         with self.assertRaisesRegex(RuntimeError, "no static routing was made"):
             switch.required_capacity()
+
+    @parametrize(
+        "backend",
+        ["aot_eager_decomp_partition", slow_subtest("inductor", name="inductor")],
+    )
+    @parametrize("num_chunks", [1, 2])
+    @parametrize("capacity", [None, T])
+    def test_a_rank_without_tokens(self, capacity, num_chunks, backend):
+        """Its collectives, whose messages are empty and equal, keep the order of the other rank's."""
+        options = {"capacity": capacity, "num_chunks": num_chunks}
+        model = nn.Sequential(self.moe(**options), self.moe(**options))
+        x = torch.randn(0 if self.rank == 0 else 4, D)
+        want = self.run_once(model, model, x)
+        torch._dynamo.reset()
+        with torch._dynamo.config.patch(capture_scalar_outputs=True):
+            compiled = torch.compile(model, backend=backend, fullgraph=True)
+            self.assertEqual(self.run_once(model, compiled, x), want)
+
+    def test_one_rank_in_a_graph(self):
+        """The comparison before a backward stays in the graph of the backward."""
+        model = self.moe()
+        (x,) = self.inputs(1)
+        want = self.run_once(model, model, x)
+        torch._dynamo.reset()
+        call = model
+        if self.rank == 0:
+            call = torch.compile(model, backend="aot_eager_decomp_partition")
+        with torch._dynamo.config.patch(capture_scalar_outputs=True):
+            self.assertEqual(self.run_once(model, call, x), want)
 
     @slowTest
     @parametrize("capacity", [None, T])

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn, Tensor
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed._local_tensor import local_tensor_mode
 from torch.distributed._moe.all_gather import TokenSwitchAllGather
 from torch.distributed._moe.all_to_all import (
     grow_and_rerun,
@@ -676,6 +677,12 @@ class ExpertParallel(ParallelStyle):
 
 def _node_mesh(ep_mesh: DeviceMesh, per_node: int) -> DeviceMesh:
     """(node, local) mesh of the ranks of ``ep_mesh``; all layers share its groups."""
+    if local_tensor_mode() is not None:
+        raise NotImplementedError(
+            "ExpertParallel: token_switch='hierarchical' makes groups that differ by rank, which "
+            "LocalTensorMode can't; pass a function that returns a TokenSwitchHierarchical of a "
+            "2-d mesh"
+        )
     group, ranks = ep_mesh.get_group(), ep_mesh.mesh.view(-1, per_node)
     node, local = divmod(ep_mesh.get_local_rank(), per_node)
     groups = [
