@@ -328,7 +328,10 @@ class Exchange:
         if _may_mix(mine):
             every, calls = self._gather(mine, "sizes", calls)
             return mine, every.unflatten(1, mine.shape).select(1, self.rank), calls
-        return mine, self.send(mine, EVEN, "sizes"), None
+        sent = mine
+        if torch.compiler.is_compiling():
+            sent = mine + unmerged_zero(mine.device).int()
+        return mine, self.send(sent, EVEN, "sizes"), None
 
     def wait_for_all(self, x: Tensor, calls: Tensor | None = None) -> Tensor | None:
         """Waits until all ranks are about to send ``x``, if no exchange of sizes comes before it.
@@ -651,10 +654,14 @@ def meet(
     if not _may_mix(x):
         return
     # One number: gloo takes twice as long for four as for two.
-    mine, known = 0, True
-    for value in values.values():
-        value = torch.as_tensor(value, dtype=torch.int64).reshape(1)
-        mine, known = mine * 2**31 + value, (value > 0) & known
+    numbers = (
+        torch.as_tensor(value, dtype=torch.int64, device=x.device).reshape(1)
+        for value in values.values()
+    )
+    mine = next(numbers)
+    known = mine > 0
+    for number in numbers:
+        mine, known = mine * 2**31 + number, known & (number > 0)
     bounds = torch.cat([mine, -mine]).masked_fill(~known, torch.iinfo(torch.int64).min)
     if torch.compiler.is_compiling():
         # What is of constants alone would not stay in the graph of the backward, before ``x``.
