@@ -202,13 +202,17 @@ class ScaledPass {
     }
     const auto limit = static_cast<float>(spec_.limit);
     const float inside = 0.9375F * limit, outside = 1.125F * limit;
-    const auto [gate, up] = split_gate(h, spec_);
-    const auto size = at::where(up.abs().ge(limit), outside, up.abs().clamp_max(inside));
-    const std::array<Tensor, 2> halves = {
-        at::where(gate.ge(limit), outside, gate.clamp_max(inside)), size.copysign(up)};
-    const auto moved =
-        spec_.interleaved ? at::stack(halves, 2).flatten(1) : at::cat(halves, 1);
-    return moved.to(h.scalar_type());
+    const auto moved = at::empty_like(h);
+    for_parts(h, h.size(1), [&](int64_t begin, int64_t count) {
+      const auto [gate, up] = split_gate(h.narrow(0, begin, count), spec_);
+      const auto size = up.abs();
+      const std::array<Tensor, 2> halves = {
+          at::where(gate.ge(limit), outside, gate.clamp_max(inside)),
+          at::where(size.ge(limit), outside, size.clamp_max(inside)).copysign_(up)};
+      moved.narrow(0, begin, count)
+          .copy_(spec_.interleaved ? at::stack(halves, 2).flatten(1) : at::cat(halves, 1));
+    });
+    return moved;
   }
 
   void backward(
