@@ -32,10 +32,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._moe.agreement import AGREED, CheckedTokenSwitch, ODD
 from torch.distributed._moe.exchange import (
+    counter_maximum,
     Demand,
     Exchange,
     meet,
-    raised,
     read_on_host,
     Route,
     Splits,
@@ -264,7 +264,7 @@ class TokenSwitchAllToAll(CheckedTokenSwitch):
         if torch.compiler.is_compiling() or type(most) is not Tensor:
             return 0
         call = most + 1
-        self._calls = raised(self._calls, call)
+        self._calls = counter_maximum(self._calls, call)
         return call
 
     def _shape(self, counts: Tensor, idx: Tensor) -> tuple[Tensor, ...]:

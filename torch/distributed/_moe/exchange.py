@@ -60,10 +60,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "count_wire_bytes",
+    "counter_maximum",
     "Demand",
     "Exchange",
     "meet",
-    "raised",
     "read_on_host",
     "Route",
     "Splits",
@@ -236,11 +236,15 @@ def _may_mix(x: Tensor) -> bool:
     return x.device.type == "cpu" and local_tensor_mode() is None
 
 
-def raised(counter: Tensor, value: Tensor) -> Tensor:
-    """Their maximum. A recomputation that keeps results of ops would set a counter back."""
+def counter_maximum(counter: Tensor, value: Tensor) -> Tensor:
+    """The counter after ``value``, computed outside of dispatch modes.
+
+    A checkpoint whose policy keeps the results of all ops would return the counter of its forward
+    when it recomputes, and later calls would be forgotten.
+    """
     plain = not torch.compiler.is_compiling() and type(value) is Tensor
-    hides = plain and is_traced(value)
-    with _disable_current_modes() if hides else contextlib.nullcontext():
+    has_modes = plain and is_traced(value)
+    with _disable_current_modes() if has_modes else contextlib.nullcontext():
         return torch.maximum(counter, value)
 
 
@@ -412,7 +416,7 @@ class Exchange:
         token = at.new_full((W * capacity + 1,), T).scatter(0, rows, at)
         needed = demand.row_counts.max()
         if torch.compiler.is_compiling() or not isinstance(needed, FakeTensor):
-            self.needed = raised(self.needed.to(needed.device), needed)
+            self.needed = counter_maximum(self.needed.to(needed.device), needed)
         route = Route(
             EVEN,
             EVEN,
