@@ -436,8 +436,8 @@ class TokenSwitchAllToAll(CheckedTokenSwitch):
         values: dict[str, int | Tensor] = {}
         # A graph with a number would be of one layer, and a switch without a layer has none.
         if self.layer and not torch.compiler.is_compiling():
-            values["layer of a backward, from 1,"] = self.layer
-        values["call of the layer in a backward"] = handle.call
+            values["number (from 1) of the layer whose backward runs"] = self.layer
+        values["number (from 1) of the call whose backward runs"] = handle.call
         meet(self.levels, rows, "backward", values)
         for level, route in zip(self.levels, handle.routes):
             rows = level.send_rows(route, rows)

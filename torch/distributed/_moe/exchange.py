@@ -673,9 +673,9 @@ def meet(
     for level in levels:
         level._count(bounds)
         bounds = level.named(kind, functools.partial(level._maximum, bounds))
-    error = f"{levels[0].owner}: %s must be the same on all ranks"
+    error = f"{levels[0].owner}: the %s must be the same on all ranks"
     if is_traced(x):
-        torch._assert_async(bounds[0] <= -bounds[1], error % " ".join(values))
+        torch._assert_async(bounds[0] <= -bounds[1], error % " and the ".join(values))
         return
     most, least = bounds.tolist()
     if most <= -least:

@@ -341,8 +341,10 @@ struct ScaledCall {
         !lists.w_in.empty() && lists.w_in[0].scalar_type() != kFloat8_e4m3fn;
     TORCH_CHECK_TYPE(
         row_dtype() == kFloat8_e4m3fn || (row_dtype() == kChar && takes_int8),
-        op, ": input_scaled data must have dtype float8_e4m3fn or, for weights in int8,"
-        " int4 (uint8) or float4_e2m1fn_x2, int8, got ", dtype_name(row_dtype()));
+        op, ": input_scaled data must have dtype float8_e4m3fn, or int8 if w_in_scaled has int8,"
+        " int4 (uint8) or float4_e2m1fn_x2, got ", dtype_name(row_dtype()),
+        lists.w_in.empty() ? " without w_in_scaled" : " with w_in_scaled in ",
+        lists.w_in.empty() ? "" : dtype_name(lists.w_in[0].scalar_type()));
     const auto &D = call.sizes.model_dim, &F = call.sizes.hidden_dim;
     TORCH_CHECK_VALUE(
         row_dtype() != kChar ||
