@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils.moe_replay import record_routing, replay_routing
 from torch.testing._internal.common_moe import bits_of_kernel
 from torch.testing._internal.common_utils import (
@@ -48,6 +49,11 @@ class Router(nn.Module):
 def make_model():
     torch.manual_seed(0)
     return nn.Sequential(Router(), nn.Tanh(), Router())
+
+
+def make_layers():
+    layers = (nn.MoE(D, D, num_experts=E, top_k=K) for _ in range(2))
+    return nn.Sequential(next(layers), nn.Tanh(), next(layers))
 
 
 def gradients(model):
@@ -473,17 +479,45 @@ class TestMoeReplay(TestCase):
                 torch.func.vmap(model)(x[None])
 
     def test_compiled(self):
-        model, x = make_model(), torch.randn(6, D)
+        """What was compiled outside of the contexts is not run inside, and the other way round."""
+        model, x = make_layers(), torch.randn(6, D)
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(model, fullgraph=True, backend=counter)
+        moved = x + torch.randn_like(x)
+        outside = model(moved)
         with record_routing(model) as record:
             model(x)
-        moved = x + torch.randn_like(x)
         with replay_routing(model, record):
-            expected = model(moved)
-            compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-            self.assertEqual(compiled(moved), expected)
-        with record_routing(model) as found:
-            compiled(x)
-        self.assertEqual(found, record)
+            replayed = model(moved)
+        self.assertNotEqual(replayed, outside)
+        for _ in range(2):
+            self.assertEqual(compiled(moved), outside)
+            with replay_routing(model, record):
+                self.assertEqual(compiled(moved), replayed)
+                with record_routing(model) as found:
+                    self.assertEqual(compiled(moved), replayed)
+                self.assertEqual(found, record)
+                self.assertEqual(compiled(moved), replayed)
+            with record_routing(model) as found:
+                compiled(x)
+            self.assertEqual(found, record)
+        self.assertEqual(counter.frame_count, 4)
+        self.assertIs(type(model[0]), nn.MoE)
+
+    def test_class_inside(self):
+        """The class inside of a context is a detail: nothing of the module seems to change."""
+        model, x = make_layers(), torch.randn(6, D)
+        text = repr(model)
+        with record_routing(model):
+            self.assertEqual(repr(model), text)
+            self.assertIsInstance(model[0], nn.MoE)
+            nn.utils.parametrize.register_parametrization(model[0], "w_in", nn.Tanh())
+            expected = model(x)
+        self.assertEqual(model(x), expected)
+        nn.utils.parametrize.remove_parametrizations(model[0], "w_in")
+        with record_routing(model) as record:
+            self.assertEqual(model(x), expected)
+        self.assertEqual(record.keys(), {"0", "2"})
 
     def test_errors(self):
         model, x = make_model(), torch.randn(3, D)

@@ -100,6 +100,19 @@ class TestFindNonfinite(TestCase):
         self.assertEqual(found[-1].experts, (2,))
         self.assertEqual(found[-1].count, model[1].w_out[2].numel())
 
+    def test_compiled(self):
+        """The hooks of the context also run if a graph without hooks is at hand."""
+        model, x = self._model(), torch.randn(20, 8)
+        compiled = torch.compile(model, backend="aot_eager")
+        compiled(x)
+        x[3] = math.nan
+        with find_nonfinite(model) as eager:
+            model(x)
+        with find_nonfinite(model) as found:
+            compiled(x)
+        self.assertEqual(found, eager)
+        self.assertEqual(found[0][:2], ("output", "0"))
+
     def test_gradients_name_the_experts(self):
         model, x = self._model(), torch.randn(20, 8)
         with find_nonfinite(model) as found:

@@ -11,6 +11,7 @@ A router here is any module whose ``forward`` has the keyword arguments of :clas
 tokens, ``(*, D)``. The output may be anything.
 """
 
+import functools
 import inspect
 import sys
 import threading
@@ -57,32 +58,55 @@ def _is_recomputed() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-_threads: weakref.WeakKeyDictionary[Module, tuple[int, int]] = (
+# By router: the thread of its contexts, and which these are, outermost first.
+_contexts: weakref.WeakKeyDictionary[Module, tuple[int, tuple[str, ...]]] = (
     weakref.WeakKeyDictionary()
 )
 _lock = threading.Lock()
 
 
 @contextmanager
-def _of_one_thread(routers: Iterable[Module]) -> Iterator[None]:
+def _of_one_thread(routers: Iterable[Module], context: str) -> Iterator[None]:
     """All threads run the same hooks: two threads that replay one model would mix up their experts."""
     me, routers = threading.get_ident(), list(routers)
     with _lock:
-        if any(_threads.get(module, (me, 0))[0] != me for module in routers):
+        if any(_contexts.get(module, (me,))[0] != me for module in routers):
             raise RuntimeError(
                 "moe_replay: another thread records or replays the routing of this model; use a copy of "
                 "it in each thread, or a lock around the context"
             )
         for module in routers:
-            _threads[module] = me, _threads.get(module, (me, 0))[1] + 1
+            _set_contexts(module, me, (*_contexts.get(module, (me, ()))[1], context))
     try:
         yield
     finally:
         with _lock:
             for module in routers:
-                _, depth = _threads.pop(module)
-                if depth > 1:
-                    _threads[module] = me, depth - 1
+                remaining = list(_contexts[module][1])
+                remaining.remove(context)
+                _set_contexts(module, me, tuple(remaining))
+
+
+def _set_contexts(module: Module, thread: int, contexts: tuple[str, ...]) -> None:
+    """Also gives ``module`` a class of its contexts.
+
+    Dynamo guards the class of a module, but not that it has no hooks: inside a context it would run
+    what was compiled outside.
+    """
+    base = vars(type(module)).get("_class_outside", type(module))
+    if contexts:
+        _contexts[module] = thread, contexts
+        module.__class__ = _class_in(base, contexts)
+    else:
+        _contexts.pop(module, None)
+        module.__class__ = base
+
+
+@functools.cache
+def _class_in(base: type[Module], contexts: tuple[str, ...]) -> type[Module]:
+    names = ("__module__", "__qualname__", "__doc__")
+    same = {name: getattr(base, name) for name in names}
+    return type(base.__name__, (base,), {**same, "_class_outside": base})
 
 
 def _checkpoints() -> list[Any]:
@@ -240,7 +264,7 @@ def record_routing(model: Module) -> Iterator[dict[str, Tensor]]:
         return ask, keep
 
     routers = _routers(model)
-    with _of_one_thread(routers.values()), ExitStack() as stack:
+    with _of_one_thread(routers.values(), "record"), ExitStack() as stack:
         for name, module in routers.items():
             ask, keep = hooks(name)
             stack.enter_context(module.register_forward_pre_hook(ask, with_kwargs=True))
@@ -297,7 +321,7 @@ def replay_routing(model: Module, record: Mapping[str, Tensor]) -> Iterator[None
         return give
 
     with (
-        _of_one_thread(routers.values()),
+        _of_one_thread(routers.values(), "replay"),
         _Refusal.around(routers) as runs,
         ExitStack() as stack,
     ):

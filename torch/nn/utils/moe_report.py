@@ -211,7 +211,7 @@ def find_nonfinite(model: Module) -> Iterator[list[NonFinite]]:
     module whose output is not finite. It checks parameters, buffers and gradients when the
     context ends, and names the experts of stacked expert weights. For distributed tensors each rank checks
     its own part, with global expert ids. Every check waits for the device: use it to run a
-    failed step again.
+    failed step again. What is compiled runs eagerly inside the context, so that each module is seen.
 
     Args:
         model: the model that runs.
@@ -240,7 +240,7 @@ def find_nonfinite(model: Module) -> Iterator[list[NonFinite]]:
 
         return hook
 
-    with ExitStack() as stack:
+    with torch.compiler.set_stance("force_eager"), ExitStack() as stack:
         for name, module in model.named_modules():
             stack.enter_context(module.register_forward_hook(watch(name)))
         yield found
