@@ -53,13 +53,19 @@ def scales(*shape, dtype=torch.float32):
 
 def form(name, N, K):
     """An operand and the float64 values that its format means."""
-    if name == "mxfp4":
+    exponents = torch.randint(115, 122, (E, N, K // 32), dtype=torch.uint8)
+    factors = torch.pow(2.0, exponents.double() - 127)
+    if name == "mxfp8":
+        data = fp8(E, N, K)
+        values = data.double() * factors.repeat_interleave(32, -1)
+        return from_compressed_tensors(data, exponents), values
+    if name.startswith("mxfp4"):
         blocks = torch.randint(256, (E, N, K // 32, 16), dtype=torch.uint8)
-        exponents = torch.randint(115, 122, (E, N, K // 32), dtype=torch.uint8)
         table = torch.tensor(E2M1 + tuple(-v for v in E2M1), dtype=torch.float64)
         codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2).long()
-        factors = torch.pow(2.0, exponents.double() - 127)
         values = (table[codes] * factors.unsqueeze(-1)).flatten(2)
+        if name == "mxfp4_bytes":
+            return from_compressed_tensors(blocks.flatten(2), exponents), values
         return from_mxfp4_blocks(blocks, exponents), values
     if name == "deepseek":
         data, scale = fp8(E, N, K), scales(E, -(-N // 128), -(-K // 128))
@@ -84,8 +90,8 @@ def form(name, N, K):
 
 
 FORMS = (
-    "mxfp4", "deepseek", "int4_32", "int4_64", "int4_128", "int8_rows", "int8_tensor",
-    "int8_128", "fp8_rows", "fp8_tensor", "fp8_128", "torchao_rows",
+    "mxfp4", "mxfp4_bytes", "mxfp8", "deepseek", "int4_32", "int4_64", "int4_128", "int8_rows",
+    "int8_tensor", "int8_128", "fp8_rows", "fp8_tensor", "fp8_128", "torchao_rows",
 )  # fmt: skip
 
 
@@ -145,7 +151,10 @@ class TestMoeCheckpoints(TestCase):
 
     def _identity(self, name):
         eye = torch.eye(D).expand(E, D, D)
-        if name == "mxfp4":
+        if name == "mxfp8":
+            ones = torch.full((E, D, D // 32), 127, dtype=torch.uint8)
+            return from_compressed_tensors(eye.to(torch.float8_e4m3fn), ones)[:2]
+        if name.startswith("mxfp4"):
             codes = (eye * 2).to(torch.uint8)  # code 2 is 1.0
             data = (codes[..., ::2] | codes[..., 1::2] << 4).unflatten(-1, (-1, 16))
             ones = torch.full((E, D, D // 32), 127, dtype=torch.uint8)
@@ -165,8 +174,26 @@ class TestMoeCheckpoints(TestCase):
     def test_refused(self):
         data, ones = int8(E, 32, 64), torch.ones(E, 32, 1)
         words = packed(torch.zeros(E, 32, 64))
+        exponents, zeros = ones.byte(), packed(torch.zeros(E, 4, 8))
+        shape = {"weight_shape": (32, 64)}
+        columns = torch.arange(64).expand(E, 64)
+        from_compressed_tensors(
+            words,
+            ones,
+            **shape,
+            weight_zero_point=zeros,
+            weight_g_idx=-torch.ones_like(columns),
+        )
         for message, call in (
             ("zero points must be 0", lambda: from_compressed_tensors(data, ones, weight_zero_point=ones)),
+            ("zero points must be 0", lambda: from_compressed_tensors(words, ones, **shape, weight_zero_point=zeros * 0)),
+            ("weight_g_idx must be -1", lambda: from_compressed_tensors(words, ones, **shape, weight_g_idx=columns)),
+            ("exponents in uint8, got", lambda: from_compressed_tensors(data.view(torch.uint8), ones)),
+            ("exponents in uint8, got", lambda: from_compressed_tensors(fp8(E, 32, 64), exponents)),
+            ("exponents in uint8, got", lambda: from_compressed_tensors(data, exponents)),
+            ("floating point, got torch.int32", lambda: from_compressed_tensors(data, ones.int())),
+            ("floating point, got torch.uint8", lambda: from_fp8_blocks(fp8(E, 32, 64), exponents[:, :1])),
+            ("one for all, for each expert", lambda: from_compressed_tensors(int8(E, E, 64), ones[:1, :E])),
             ("zero points must be 0", lambda: from_torchao(Int8Tensor(data, ones, ones))),
             ("got Tensor; quantise its dequantize", lambda: from_torchao(ones)),
             ("pack 8 numbers of 4 bits", lambda: from_compressed_tensors(words, ones)),

@@ -74,6 +74,19 @@ class TestMoeState(TestCase):
         mean = merge_experts(state, [range(E)])
         self.assertEqual(mean["w_in"], state["w_in"].mean(0, keepdim=True))
 
+    def test_experts_that_are_gone(self):
+        """NaN and infinities of an expert in no group, or of weight 0, reach nothing."""
+        state = make().state_dict()
+        bad = {name: tensor.clone() for name, tensor in state.items()}
+        for name, tensor in bad.items():
+            tensor[3] = -torch.inf if name == "router.weight" else torch.nan
+        expected = merge_experts(state, [[0, 1], [2]])
+        self.assertEqual(merge_experts(bad, [[0, 1], [2]]), expected)
+        weights = torch.tensor([1, 1, 1, 0, 1, 1])
+        self.assertEqual(
+            merge_experts(bad, [[0, 1, 3], [2]], weights=weights), expected
+        )
+
     def test_low_precision_sums(self):
         state = {"w_in": torch.full((300, 2), 1.0, dtype=torch.bfloat16)}
         self.assertEqual(merge_experts(state, [range(300)])["w_in"], state["w_in"][:1])
@@ -132,13 +145,13 @@ class TestMoeState(TestCase):
 
     def test_errors(self):
         state = make().state_dict()
-        for bad in ([], [E], [-1]):
-            with self.assertRaisesRegex(ValueError, r"must be in \[0, E\) = \[0, 6\)"):
+        for bad in ([], [E], [-1], torch.arange(E) < 2, [True] * E, [0.0]):
+            with self.assertRaisesRegex(ValueError, r"be ids in \[0, E\) = \[0, 6\)"):
                 select_experts(state, bad)
         for bad in ([], [[]], [[0], [6]]):
             with self.assertRaisesRegex(ValueError, r"must have ids in \[0, E\) = \[0"):
                 merge_experts(state, bad)
-        for bad in (torch.ones(2), -torch.ones(E)):
+        for bad in (torch.ones(2), -torch.ones(E), torch.full((E,), torch.inf)):
             with self.assertRaisesRegex(ValueError, r"weights must have shape \(E,\)"):
                 merge_experts(state, [[0]], weights=bad)
         with self.assertRaisesRegex(ValueError, "weights of a group are all 0"):
@@ -153,6 +166,20 @@ class TestMoeState(TestCase):
         with torch.device("meta"):  # where a user builds the next model
             merged = merge_experts(state, [[0, 1]])
         self.assertEqual(merged["w_in"], state["w_in"][:2].mean(0, keepdim=True))
+        quantized = state | {"w_in": state["w_in"].to(torch.float8_e4m3fn)}
+        with self.assertRaisesRegex(
+            ValueError, "at least 16 bits, got {'w_in': .*dequant"
+        ):
+            merge_experts(quantized, [[0, 1]])
+        mlp = {"w_in": torch.ones(6, 4), "w_out": torch.ones(4, 3)}
+        for name, shape in {
+            "w_in": (5, 4),
+            "w_up": (6, 4),
+            "b_in": (3,),
+            "b_out": (3,),
+        }.items():
+            with self.assertRaisesRegex(ValueError, "must have shape"):
+                upcycle_mlp(num_experts=2, **mlp | {name: torch.ones(shape)})
         with self.assertRaisesRegex(ValueError, r"w_in must be \(gF, D\)"):
             upcycle_mlp(torch.ones(2, 3, 4), torch.ones(4, 3), 2)
 

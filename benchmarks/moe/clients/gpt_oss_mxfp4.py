@@ -44,6 +44,10 @@ class Mxfp4Experts(nn.Module):
         self.int8_rows = self.is_packed = False
         sizes = {"gate_up_proj": (2 * hidden, D), "down_proj": (D, hidden)}
         for name, (rows, depth) in sizes.items():
+            if depth % _BLOCK:
+                raise ValueError(
+                    f"{name} must have rows of whole blocks of {_BLOCK} numbers, got {depth}"
+                )
             shape = (E, rows, depth // _BLOCK, _BLOCK // 2)
             for kind, empty in (
                 ("blocks", torch.empty(shape, dtype=torch.uint8)),
@@ -59,15 +63,27 @@ class Mxfp4Experts(nn.Module):
         return [data, scales.view(torch.float8_e8m0fnu)]
 
     def pack(self) -> None:
-        """Orders the blocks for the CPU kernel; ``state_dict`` is then not the checkpoint's."""
+        """Orders the blocks for the CPU kernel, in memory of their own. There is no state dict then."""
         if self.is_packed:
             return
         for name in ("gate_up_proj", "down_proj"):
-            data, scales = pack_panels(*self._weight(name))
-            blocks = getattr(self, f"{name}_blocks")
-            blocks.copy_(data.view(torch.uint8).view(blocks.shape))
-            getattr(self, f"{name}_scales").copy_(scales.view(torch.uint8))
+            packed = zip(("blocks", "scales"), pack_panels(*self._weight(name)))
+            for kind, tensor in packed:
+                parameter = getattr(self, f"{name}_{kind}")
+                # Not in place: a state dict that was assigned belongs to the caller.
+                parameter.data = tensor.view(torch.uint8).view(parameter.shape)
         self.is_packed = True
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        if self.is_packed:
+            raise RuntimeError(
+                f"{prefix[:-1]} is packed, in an order that is no checkpoint's; save it before pack()"
+            )
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, *args, **kwargs):
+        self.is_packed = False
+        super()._load_from_state_dict(*args, **kwargs)
 
     def forward(self, hidden_states, router_indices=None, routing_weights=None):
         """(T, D) tokens, (T, K) expert ids and (T, K) weights -> (T, D)."""
@@ -82,7 +98,7 @@ class Mxfp4Experts(nn.Module):
             recipe_a=[_RECIPE] if self.int8_rows else [], recipe_w=[_RECIPE],
             swizzle_w=[2] if self.is_packed else [], activation="swiglu_oai",
             gate_interleaved=True, alpha=self.alpha, limit=self.limit,
-            compute_preact=False,
+            compute_preact=torch.is_grad_enabled(),
         )[0]  # fmt: skip
 
 

@@ -54,6 +54,8 @@ _GATES = {
     "GptOssExperts._apply_gate": _OAI,
     "OpenAIPrivacyFilterExperts._apply_gate": _OAI._replace(float32=True),
     "MiniMaxM3VLExperts._apply_gate": _Gate(_OAI[0], "swiglu_limit", "swiglu_alpha"),
+    # For all models; what its attributes say, see _fp8_gate.
+    "FP8Experts._apply_gate": _Gate(None),
 }
 
 
@@ -63,6 +65,7 @@ class Plan(NamedTuple):
     options: dict[str, object]  # keyword arguments of F.moe_mlp, without tensors
     reason: str | None = None  # why it is not F.moe_mlp
     float32: bool = False  # of operands in 16 bits
+    fp8: bool = False  # whether it is transformers' FP8Experts
 
 
 def activation_of(act_fn: object, *, gated: bool = True) -> str | None:
@@ -80,6 +83,9 @@ def plan_of(experts: torch.nn.Module) -> Plan:
     name = type(experts).__name__
     if getattr(experts, "has_post_expert_norm", False):
         return Plan({}, f"{name} has a norm between the experts and the sum over them")
+    fp8 = any(c.__name__ == "FP8Experts" for c in type(experts).__mro__)
+    if fp8 and (reason := _fp8_reason(experts)) is not None:
+        return Plan({}, reason, fp8=True)
     options: dict[str, object] = {}
     act_fn, gate = getattr(experts, "act_fn", None), _Gate(None)
     if experts.has_gate:
@@ -87,18 +93,38 @@ def plan_of(experts: torch.nn.Module) -> Plan:
         where = getattr(own_gate, "__qualname__", repr(own_gate))
         if where not in _GATES:
             own = f"{name} has a gate of its own, {where}, which is not known"
-            return Plan({}, own)
-        gate = _GATES[where]
+            return Plan({}, own, fp8=fp8)
+        gate = _fp8_gate(experts) if fp8 else _GATES[where]
         options["gate_interleaved"] = not experts.is_concatenated
     activation = gate.activation or activation_of(act_fn, gated=experts.has_gate)
     if activation is None:
         known = ", ".join(_ACTIVATIONS)
-        return Plan({}, f"act_fn of {name} is {act_fn}, which is none of {known}")
+        reason = f"act_fn of {name} is {act_fn}, which is none of {known}"
+        return Plan({}, reason, fp8=fp8)
     options["activation"] = activation
     for argument in ("limit", "alpha"):
         if attribute := getattr(gate, argument):
             options[argument] = float(getattr(experts, attribute))
-    return Plan(options, float32=gate.float32)
+    return Plan(options, float32=gate.float32, fp8=fp8)
+
+
+def _fp8_gate(experts: torch.nn.Module) -> _Gate:
+    if experts.swiglu_alpha is not None:
+        return _Gate("swiglu_oai", "swiglu_limit", "swiglu_alpha")
+    return _Gate(None, None if experts.limit is None else "limit")
+
+
+def _fp8_reason(experts: torch.nn.Module) -> str | None:
+    """Why the op does not take the gate or the weights of an FP8Experts."""
+    if experts.gate_softcap is not None:
+        return "FP8Experts has a gate with a softcap"
+    first = first_name(experts)
+    for name in (first, "down_proj"):
+        try:
+            _fp8_weight(experts, name)
+        except ValueError as error:
+            return f"{name} of FP8Experts is not taken by the op: {error}"
+    return None
 
 
 def current_plan(experts: torch.nn.Module) -> Plan:
@@ -108,7 +134,8 @@ def current_plan(experts: torch.nn.Module) -> Plan:
     """
     plan = plan_of(experts)
     if any(part is not None and hooked(part) for part in experts._modules.values()):
-        plan = Plan({}, f"a part of {type(experts).__name__} has hooks")
+        reason = f"a part of {type(experts).__name__} has hooks"
+        plan = Plan({}, reason, fp8=plan.fp8)
     if plan.reason is not None:
         log_once(f'experts_implementation="{NAME}" falls back: {plan.reason}')
     return plan
@@ -156,10 +183,17 @@ def experts_forward(self, hidden_states, top_k_index, top_k_weights) -> Tensor:
     """
     plan, routed = current_plan(self), (hidden_states, top_k_index, top_k_weights)
     if plan.reason is not None:
+        if plan.fp8:
+            from transformers.integrations import finegrained_fp8
+
+            return finegrained_fp8.fp8_grouped_mm_experts_forward(self, *routed)
         from transformers.integrations.moe import grouped_mm_experts_forward
 
         return grouped_mm_experts_forward(self, *routed)
     weights = stored(self)
+    if plan.fp8:
+        first, last = (_fp8_weight(self, n) for n in (first_name(self), "down_proj"))
+        return _quantized_forward(self, routed, first, last, {}, plan.options)
     if type(weights[0]).__module__.startswith("torchao."):
         return _torchao_forward(self, routed, *weights, plan.options)
     return compute(self, plan, routed, weights)
@@ -211,8 +245,32 @@ def _torchao_forward(self, routed, w_in, w_out, biases: dict, options: dict) -> 
             "out), and the op one for each output. Quantise their .mT, dequantize() them, or use "
             'experts_implementation="eager"'
         )
+    weights = from_torchao(w_in), from_torchao(w_out)
+    return _quantized_forward(self, routed, *weights, biases, options)
+
+
+def _fp8_weight(experts: torch.nn.Module, name: str):
+    """A weight of FP8Experts as an operand of the op.
+
+    Raises:
+        ValueError: the op does not take it.
+    """
+    from torch.nn.utils._moe_checkpoints import from_compressed_tensors, from_fp8_blocks
+
+    weight, scale = (
+        getattr(experts, f"{name}{suffix}") for suffix in ("", "_scale_inv")
+    )
+    if weight.dtype == torch.int8:  # two numbers of FP4 a byte
+        exponents = scale.view(torch.uint8) if scale.element_size() == 1 else scale
+        return from_compressed_tensors(weight.view(torch.uint8), exponents)
+    return from_fp8_blocks(weight.detach(), scale.detach())
+
+
+def _quantized_forward(
+    self, routed, w_in, w_out, biases: dict, options: dict
+) -> Tensor:
+    """By the op on quantised weights. Rows keep their dtype: they are not rounded to 8 bits."""
     x, ids, topk_weights = routed
-    w_in, w_out = from_torchao(w_in), from_torchao(w_out)
     if w_in.recipe != w_out.recipe:
         raise NotImplementedError(
             f"{type(self).__name__} has weights with scales of {w_in.recipe} and {w_out.recipe}; the "

@@ -126,7 +126,9 @@ def _watched(
     runs: Callable[[str], None] | None = None,
 ) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_of_one_thread(module for module, _ in routers.values()))
+        context = "replay" if keep is None else "record"
+        modules = [module for module, _ in routers.values()]
+        stack.enter_context(_of_one_thread(modules, context))
         for name, (module, num_experts) in routers.items():
             running: list[_TopK] = []
 

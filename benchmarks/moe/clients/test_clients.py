@@ -349,6 +349,84 @@ class TestChoice(TestCase):
         experts.has_post_expert_norm = True
         self.assertIn("norm", moe_mlp_experts.plan_of(experts).reason)
 
+    def _fp8_experts(self, *, has_gate=True, fp4=False, **config):
+        """FP8Experts of transformers with random blocks, and its weights in float64."""
+        import transformers
+        from transformers.integrations import finegrained_fp8
+        from transformers.integrations.moe import use_experts_implementation
+
+        sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 4}
+        config = transformers.Qwen3MoeConfig(**sizes | config)
+        config._experts_implementation = NAME
+        kind = use_experts_implementation(
+            type("FP8Experts", (finegrained_fp8.FP8Experts,), {}),
+            experts_interface=finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS,
+            has_gate=has_gate,
+        )
+        options = {"has_gate": has_gate, "expert_dtype": "fp4" if fp4 else "fp8"}
+        options["scale_fmt"] = "ue8m0" if fp4 else "float"
+        experts, values = kind(config, block_size=(128, 128), **options), []
+        for name in (moe_mlp_experts.first_name(experts), "down_proj"):
+            weight, scale = (
+                getattr(experts, name + suffix).data for suffix in ("", "_scale_inv")
+            )
+            if fp4:
+                weight.random_(-128, 128)
+                scale.copy_(torch.randint(-6, -3, scale.shape).float().exp2())
+                codes = weight.view(torch.uint8)
+                codes = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()
+                table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6]).double()
+                factors = scale.double().repeat_interleave(32, -1)
+                values.append(torch.cat([table, -table])[codes] * factors)
+            else:
+                weight.copy_(torch.randn(weight.shape))
+                scale.copy_(torch.rand(scale.shape) / 8)
+                wide = scale.double().repeat_interleave(128, 1)[:, : weight.shape[1]]
+                wide = wide.repeat_interleave(128, 2)[..., : weight.shape[2]]
+                values.append(weight.double() * wide)
+        return experts, values
+
+    @parametrize(
+        "options",
+        [
+            {},
+            {"fp4": True},
+            {"has_gate": False},
+            {"swiglu_limit": 1.0},
+            {"swiglu_limit": 2.0, "swiglu_alpha": 1.7},
+        ],
+    )
+    def test_fp8_experts(self, options):
+        """Their numbers and scales as they are; their own code needs a GPU."""
+        torch.manual_seed(0)
+        experts, (w_in, w_out) = self._fp8_experts(**options)
+        x = torch.randn(9, 256, requires_grad=True)
+        ids, weights = torch.randint(0, 5, (9, 2)), torch.rand(9, 2)  # 4: no expert
+        found = experts(x, ids, weights)
+        exact = x.detach().double().requires_grad_()
+        gates = {1.0: ("swiglu", 1.0, None), 2.0: ("swiglu_oai", 2.0, 1.7)}
+        default = "swiglu" if options.get("has_gate", True) else "silu", None, None
+        activation, limit, alpha = gates.get(options.get("swiglu_limit"), default)
+        chosen = {"activation": activation, "limit": limit, "alpha": alpha}
+        wanted = F.moe_mlp(exact, ids, weights.double(), w_in, w_out, **chosen)
+        self.assertEqual(found.double(), wanted, rtol=1e-4, atol=1e-4)
+        grads = (
+            torch.autograd.grad(y.sum(), z)[0] for y, z in ((found, x), (wanted, exact))
+        )
+        self.assertEqual(*(grad.double() for grad in grads), rtol=1e-4, atol=1e-4)
+
+    def test_fp8_experts_fall_back(self):
+        for options, reason in (
+            ({"mlp_gate_softcap": 3.0}, "a gate with a softcap"),
+            ({"moe_intermediate_size": 48}, "gate_up_proj of FP8Experts is not taken"),
+        ):
+            experts, _ = self._fp8_experts(**options)
+            theirs = "transformers.integrations.finegrained_fp8.fp8_grouped_mm_experts_forward"
+            with mock.patch(theirs) as forward:
+                text = self._logs(lambda: experts(*[torch.zeros(1, 1)] * 3))
+            self.assertIn(reason, text)
+            forward.assert_called_once()
+
     @parametrize("name", ["Mixtral", "GptOss", "Llama4", "Dbrx", "JetMoe"])
     def test_what_is_replaced_between_two_calls(self, name):
         import transformers

@@ -69,7 +69,7 @@ def kept(state):
     rotary = GptOssForCausalLM(GptOssConfig(**CONFIG)).model.rotary_emb
     model.model.rotary_emb = rotary
     keep_blocks(model)
-    model.load_state_dict({k: v.clone() for k, v in state.items()}, assign=True)
+    model.load_state_dict(state, assign=True)
     return model.eval()
 
 
@@ -100,6 +100,41 @@ class TestGptOssMxfp4(TestCase):
         allowed = (6 if int8_rows else 2) * error
         self.assertEqual(actual, exact, atol=allowed, rtol=0)
         self.assertGreater(exact.abs().max().item(), 10 * error)
+
+    def test_packed_models_and_checkpoints(self):
+        """Packing changes no checkpoint, is not saved as one, and is undone by loading one."""
+        model, other = kept(self.state), kept(self.state)
+        expected = self.logits(model)
+        pack(model)
+        self.assertEqual(self.logits(other), expected)
+        with self.assertRaisesRegex(RuntimeError, "layers.0.mlp.experts is packed"):
+            model.state_dict()
+        for assign in (False, True):
+            model.load_state_dict(self.state, assign=assign)
+            self.assertEqual(self.logits(model), expected)
+            pack(model)
+
+    @parametrize("packed", [False, True])
+    def test_gradients_of_the_rest(self, packed):
+        """Embeddings, attention and the router train beside frozen experts."""
+        model, full = kept(self.state), dequantised(self.state, torch.float32)
+        if packed:
+            pack(model)
+        model.float()
+        names = ("model.embed_tokens.weight", "model.layers.0.mlp.router.weight")
+        grads = []
+        for m in (model, full):
+            m(input_ids=self.tokens).logits.square().mean().backward()
+            grads.append([m.get_parameter(name).grad for name in names])
+        self.assertEqual(*grads, rtol=1e-3, atol=1e-6)
+
+    def test_sizes(self):
+        with torch.device("meta"):
+            model = GptOssForCausalLM(
+                GptOssConfig(**{**CONFIG, "intermediate_size": 48})
+            )
+        with self.assertRaisesRegex(ValueError, "down_proj must have .*of 32 .*got 48"):
+            keep_blocks(model)
 
     def test_bytes(self):
         model, full = kept(self.state), dequantised(self.state, torch.bfloat16)

@@ -363,11 +363,13 @@ def _settle(model: nn.Module, *, asked: bool) -> None:
 def register() -> None:
     """Adds ``"moe_mlp"`` to the implementations of transformers, once."""
     from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     if NAME in ALL_EXPERTS_FUNCTIONS:
         return
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 
     def around(owner: type, name: str) -> Callable[[Callable], Callable]:
         """The decorated function replaces the method, and gets the old one as its first argument."""

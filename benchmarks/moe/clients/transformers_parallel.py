@@ -24,7 +24,9 @@ class ExpertsAdapter(ExpertParallel.Adapter):
         return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")
 
     def expert_parameters(self, module: nn.Module) -> dict[str, int | None]:
-        if (reason := plan_of(module).reason) is not None:
+        plan = plan_of(module)
+        reason = "FP8Experts is for inference" if plan.fp8 else plan.reason
+        if reason is not None:
             raise NotImplementedError(f"ExpertParallel: {reason}")
         first, transposed = first_name(module), module.is_transposed
         dims: dict[str, int | None] = {first: 2 if transposed else 1}

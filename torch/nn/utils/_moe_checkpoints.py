@@ -79,6 +79,7 @@ def from_fp8_blocks(weight: Tensor, weight_scale_inv: Tensor) -> QuantizedWeight
             f"from_fp8_blocks: weight_scale_inv must be {blocks}, of blocks of 128 x 128, "
             f"got {tuple(weight_scale_inv.shape)}"
         )
+    _check_factors("from_fp8_blocks", "weight_scale_inv", weight_scale_inv)
     scale, recipe = weight_scale_inv.float(), ScalingType.BlockWise128x128
     return QuantizedWeight(weight, scale, recipe.value)
 
@@ -89,18 +90,20 @@ def from_compressed_tensors(
     *,
     weight_shape: tuple[int, int] | None = None,
     weight_zero_point: Tensor | None = None,
+    weight_g_idx: Tensor | None = None,
     block: int | None = None,
 ) -> QuantizedWeight:
     """compressed-tensors: ``weight`` or ``weight_packed`` of its checkpoints, stacked by expert.
 
     Args:
-        weight: (E, N, K) float8_e4m3fn or int8, or (E, N, K / 8) int32 of 4-bit numbers
-            ("pack-quantized").
+        weight: (E, N, K) float8_e4m3fn or int8, (E, N, K / 8) int32 of 4-bit numbers
+            ("pack-quantized"), or (E, N, K / 2) uint8 ("mxfp4-pack-quantized").
         weight_scale: (E, N, groups), or (E, 1) for one scale per expert; floating point. The group
             size is a multiple of 32 for int4, and a multiple of 128 or a whole row for
-            float8_e4m3fn and int8.
+            float8_e4m3fn and int8. In the MXFP4 and MXFP8 formats, (E, N, K / 32) uint8 exponents.
         weight_shape: (N, K) of an expert, for int32.
-        weight_zero_point: must be zero.
+        weight_zero_point: must be zero; in int32, 8 of them plus 8, as the weights are packed.
+        weight_g_idx: must have no group: columns that are ordered by activation are refused.
         block: elements of a scale of the result, 32 or 128, for int4: equal for all weights of a
             call, so 32 if a whole row of one of them is no multiple of 128. Default: 128 if it
             divides the group size
@@ -109,8 +112,18 @@ def from_compressed_tensors(
         ValueError: a form that ``_moe_mlp_scaled`` does not take.
     """
     name = "from_compressed_tensors"
+    words = weight.dtype == torch.int32
+    if words and weight_zero_point is not None:
+        if weight_zero_point.dtype == torch.int32:
+            weight_zero_point = weight_zero_point.view(torch.uint8) != 0x88
     _check_zero_point(name, weight_zero_point)
-    if weight.dtype == torch.int32:
+    if weight_g_idx is not None and bool((weight_g_idx >= 0).any()):
+        raise ValueError(
+            f"{name}: weight_g_idx must be -1, the op has no order of columns"
+        )
+    if torch.uint8 in (weight.dtype, weight_scale.dtype):
+        return _with_exponents(name, weight, weight_scale)
+    if words:
         if isinstance(weight_shape, Tensor):
             weight_shape = weight_shape.tolist()
         sizes = (*weight.shape[1:-1], weight.shape[-1] * 8)
@@ -148,6 +161,37 @@ def _check_zero_point(name: str, zero_point: Tensor | None) -> None:
         raise ValueError(f"{name}: zero points must be 0, the op has none")
 
 
+def _check_factors(name: str, argument: str, scale: Tensor) -> None:
+    if not scale.is_floating_point():
+        raise ValueError(
+            f"{name}: {argument} must be floating point, got {scale.dtype}; view the exponents of "
+            "two as float8_e8m0fnu"
+        )
+
+
+def _with_exponents(name: str, data: Tensor, scale: Tensor) -> QuantizedWeight:
+    """FP4 and FP8 whose scales of 32 are exponents of two plus 127."""
+    per_byte = {torch.uint8: 2, torch.float8_e4m3fn: 1}.get(data.dtype)
+    if (
+        data.dim() != 3
+        or per_byte is None
+        or scale.dtype != torch.uint8
+        or (
+            (*scale.shape[:-1], scale.shape[-1] * 32)
+            != (*data.shape[:-1], data.shape[-1] * per_byte)
+        )
+    ):
+        raise ValueError(
+            f"{name}: numbers (E, N, K / 2) of FP4 in uint8 or (E, N, K) float8_e4m3fn need scales "
+            f"(E, N, K / 32) of exponents in uint8, got {tuple(data.shape)} of {data.dtype} and "
+            f"{tuple(scale.shape)} of {scale.dtype}"
+        )
+    if per_byte == 2:
+        data = data.view(torch.float4_e2m1fn_x2)
+    exponents = scale.view(torch.float8_e8m0fnu)
+    return QuantizedWeight(data, exponents, ScalingType.BlockWise1x32.value)
+
+
 def _grouped(
     name: str, data: Tensor, scale: Tensor, block: int | None = None
 ) -> QuantizedWeight:
@@ -165,7 +209,8 @@ def _grouped(
         )
     E, N, K = data.shape
     K *= 2 if packed else 1
-    if scale.numel() in (1, E):
+    _check_factors(name, "scale", scale)
+    if scale.numel() == 1 or scale.shape in ((E,), (E, 1), (E, 1, 1)):
         scale = scale.reshape(-1, 1, 1).expand(E, N, 1)
     groups = scale.shape[-1]
     if scale.shape != (E, N, groups) or groups == 0 or K % groups:

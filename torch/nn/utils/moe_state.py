@@ -80,15 +80,17 @@ def select_experts(
     """
     keys, num_experts = _stacked("select_experts", state, prefix, names)
     experts = list(experts)
-    if not experts or not all(0 <= e < num_experts for e in experts):
+    ids = torch.tensor(experts, device="cpu")
+    # A mask of experts is no list of ids.
+    is_integer = not ids.is_floating_point() and ids.dtype != torch.bool
+    if not experts or not is_integer or not ((ids >= 0) & (ids < num_experts)).all():
         raise ValueError(
-            f"select_experts: experts must be in [0, E) = [0, {num_experts}), at least one, got "
+            f"select_experts: experts must be ids in [0, E) = [0, {num_experts}), at least one, got "
             f"{experts}"
         )
     result = dict(state)
     for key in keys:
-        ids = torch.tensor(experts, device=state[key].device)
-        result[key] = state[key].index_select(0, ids)
+        result[key] = state[key].index_select(0, ids.to(state[key].device))
     return result
 
 
@@ -108,8 +110,8 @@ def merge_experts(
     Args:
         state: a state dict, of a layer or of a model that has it.
         groups: ids in [0, E), at least one each. An expert in no group is gone.
-        weights: ``(E,)`` not negative, the weight of each expert in its group's mean, such as its load.
-            Default: equal weights
+        weights: ``(E,)`` finite and not negative, the weight of each expert in its group's mean, such as
+            its load. An expert of weight 0 counts as in no group. Default: equal weights
         prefix: of the layer's keys, such as "layers.3.mlp.".
         names: of the tensors that have experts in their first dimension. Default: those of
             :class:`torch.nn.MoE` that ``state`` has
@@ -119,8 +121,8 @@ def merge_experts(
         at least float32.
 
     Raises:
-        ValueError: as :func:`select_experts`; or weights have another shape, are negative, or are
-            all 0 in a group.
+        ValueError: as :func:`select_experts`; weights have another shape, are negative or not finite, or
+            are all 0 in a group; or a tensor of experts is not floating point or has 8 bits.
     """
     keys, num_experts = _stacked("merge_experts", state, prefix, names)
     groups = [list(group) for group in groups]
@@ -133,25 +135,40 @@ def merge_experts(
         )
     if weights is None:
         weights = torch.ones(num_experts, device="cpu")
-    if weights.shape != (num_experts,) or not (weights >= 0).all():
+    weights = torch.as_tensor(weights, dtype=torch.float64, device="cpu")
+    if (
+        weights.shape != (num_experts,)
+        or not (weights.isfinite() & (weights >= 0)).all()
+    ):
         raise ValueError(
-            f"merge_experts: weights must have shape (E,) = ({num_experts},) and be not negative, got "
-            f"{weights.tolist()} of shape {tuple(weights.shape)}"
+            f"merge_experts: weights must have shape (E,) = ({num_experts},) and be finite and not "
+            f"negative, got {weights.tolist()} of shape {tuple(weights.shape)}"
         )
-    mixing = torch.zeros(len(groups), num_experts, dtype=torch.float64, device="cpu")
-    for i, group in enumerate(groups):
-        for e in group:
-            mixing[i, e] += weights[e].item()
-    if not (mixing.sum(1) > 0).all():
+    if quantized := {k: state[k].dtype for k in keys if not _can_be_averaged(state[k])}:
+        raise ValueError(
+            f"merge_experts: tensors must be floating point of at least 16 bits, got {quantized}; "
+            "dequantize them first"
+        )
+    members = [sorted({e for e in group if weights[e] > 0}) for group in groups]
+    if not all(members):
         raise ValueError("merge_experts: the weights of a group are all 0")
-    mixing /= mixing.sum(1, keepdim=True)
     result = dict(state)
     for key in keys:
         old = state[key]
         dtype = torch.promote_types(old.dtype, torch.float32)
-        mixed = torch.tensordot(mixing.to(old.device, dtype), old.to(dtype), 1)
-        result[key] = mixed.to(old.dtype)
+        means = []
+        # Not one product with all experts: one that is gone may have NaN or infinities.
+        for group, present in zip(groups, members):
+            share = torch.stack([weights[e] * group.count(e) for e in present])
+            share = (share / share.sum()).to(old.device, dtype)
+            ids = torch.tensor(present, device=old.device)
+            means.append(torch.tensordot(share, old.index_select(0, ids).to(dtype), 1))
+        result[key] = torch.stack(means).to(old.dtype)
     return result
+
+
+def _can_be_averaged(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.itemsize >= 2
 
 
 def upcycle_mlp(
@@ -187,7 +204,7 @@ def upcycle_mlp(
         dict[str, Tensor]: a state dict of :class:`torch.nn.MoE`.
 
     Raises:
-        ValueError: a weight is not a matrix, or ``num_experts`` is below 1.
+        ValueError: a weight is not a matrix, shapes do not fit each other, or ``num_experts`` is below 1.
 
     Example::
 
@@ -201,6 +218,17 @@ def upcycle_mlp(
             "upcycle_mlp: w_in must be (gF, D), w_out (D, F) and num_experts at least 1, got "
             f"{tuple(w_in.shape)}, {tuple(w_out.shape)} and {num_experts}"
         )
+    D, F = w_out.shape
+    rows = {F} if w_up is not None else {F, 2 * F}
+    others = {"w_up": (w_up, (F, D)), "b_out": (b_out, (D,))}
+    others["b_in"] = b_in, (w_in.shape[0] + (0 if w_up is None else F),)
+    for name, (tensor, shape) in {"w_in": (w_in, None), **others}.items():
+        sizes = [shape] if shape else [(n, D) for n in sorted(rows)]
+        if tensor is not None and tuple(tensor.shape) not in sizes:
+            raise ValueError(
+                f"upcycle_mlp: {name} must have shape {' or '.join(map(str, sizes))} beside w_out of "
+                f"{(D, F)}, got {tuple(tensor.shape)}"
+            )
 
     def drawn(like: Tensor, *shape: int) -> Tensor:
         where = generator.device if generator is not None else like.device

@@ -390,7 +390,8 @@ inline void check_saved(
   const bool wants_w_in = output_mask[1] || (output_mask[6] && scaled.inputs.w_up.defined());
   TORCH_CHECK_VALUE(
       !scaled.weight_only() || !(wants_w_in || is_recomputed),
-      op, ": gradients of w_in and w_up and a recomputed preact need recipe_a, got recipe_a []");
+      op, ": gradients of w_in and w_up, and any after a forward with compute_preact=False, need"
+      " recipe_a, got recipe_a []");
   if (!scaled.weight_only() && scaled.lists.input.empty()) {
     check_dtype(
         op, "input_data must have dtype", saved.input_data.scalar_type(), {kFloat8_e4m3fn});
