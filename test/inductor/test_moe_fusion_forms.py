@@ -205,6 +205,17 @@ COUNTS = {
     ).int(),
     "histc": lambda ids, _: torch.histc(ids.float(), E, 0, E - 1),
 }
+
+
+def written(tensor, number=0, end=9):
+    tensor[:end] = number
+    return tensor
+
+
+def sums_at(ids, base, added):
+    return base.scatter_add(0, ids.flatten(), added)
+
+
 # Counts of other ids, or of the same ones in another sense.
 NEAR_COUNTS = {
     "one_hot_of_more": lambda ids, _: F.one_hot(ids.flatten(), E + 1).sum(0)[:E],
@@ -222,6 +233,11 @@ NEAR_COUNTS = {
         ids.flatten(), torch.ones(ids.numel()), minlength=E
     ),
     "half": lambda ids, _: F.one_hot(ids.flatten(), E).half().sum(0).float(),
+    "full_written": lambda ids, _: sums_at(ids, ids.new_zeros(E), written(torch.full((ids.numel(),), 1))),
+    "ones_written_then_cast": lambda ids, _: sums_at(ids, ids.new_zeros(E), written(torch.ones(ids.numel())).long()),
+    "ones_cast_then_written": lambda ids, _: sums_at(ids, ids.new_zeros(E), written(torch.ones(ids.numel()).long())),
+    "zeros_written_then_cast": lambda ids, _: sums_at(ids, written(torch.zeros(E), -1, 1).long(), torch.ones_like(ids.flatten())),
+    "partial_sum_written": lambda ids, _: written(F.one_hot(ids, E).sum(1)).sum(0),
 }  # fmt: skip
 
 
@@ -462,6 +478,46 @@ def inverse_order_that_is_written(m, x, ids, weights):
 
 
 @form("core", training=False)
+def inverse_order_of_descending_sort(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    inverse = perm.sort(descending=True)[1]
+    return mlp(m, x[perm // K], offs)[inverse].view(-1, K, D).sum(1)
+
+
+@form("core", training=False)
+def inverse_order_of_descending_argsort(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    inverse = perm.argsort(descending=True)
+    return mlp(m, x[perm // K], offs)[inverse].view(-1, K, D).sum(1)
+
+
+@form("core", training=False)
+def inverse_order_of_places_that_are_written(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    places = torch.arange(perm.shape[0])
+    places.copy_(places.flip(0))
+    inverse = torch.empty_like(perm)
+    inverse[perm] = places
+    return mlp(m, x[perm // K], offs)[inverse].view(-1, K, D).sum(1)
+
+
+@form("full", training=False)
+def choice_that_is_written_before_a_cast(m, x, ids, weights):
+    chosen = x[:, :E].float().topk(K)[1]
+    chosen[weights < 0.3] = 100  # no expert
+    _, perm, offs = in_order(chosen.int())
+    return added(x, mlp(m, x[perm // K], offs), perm, weights)
+
+
+@form("core")
+def weights_of_one_slot_for_all_tokens(m, x, ids, weights):
+    # (T, 1, D) * (T, 1) is (T, T, D).
+    _, perm, offs = in_order(ids[:, :1])
+    rows = by_slot(mlp(m, x[perm], offs), perm).view(-1, 1, D)
+    return (rows * weights[:, :1]).sum(1)
+
+
+@form("core", training=False)
 def inverse_order_that_is_read_too_early(m, x, ids, weights):
     _, perm, offs = in_order(ids)
     inverse = torch.zeros_like(perm)
@@ -618,6 +674,36 @@ def weights_over_the_width(m, x, ids, weights):
     return (rows * weights.unsqueeze(1)).sum(1)
 
 
+class Codes(torch.Tensor):
+    """A weight of another library that knows the matmul, and not the op."""
+
+    def __new__(cls, values):
+        options = {"dtype": values.dtype, "strides": values.stride()}
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, **options)
+
+    def __init__(self, values):
+        self.values_ = values
+
+    def __repr__(self):
+        return "Codes"
+
+    def __tensor_flatten__(self):
+        return ["values_"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, size, stride):
+        return Codes(inner["values_"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._grouped_mm.default:
+            return func(args[0], args[1].values_, *args[2:], **kwargs or {})
+        views = torch.ops.aten.transpose.int, torch.ops.aten.detach.default
+        if func not in views:
+            raise NotImplementedError(f"codes have no {func}")
+        return cls(func(args[0].values_, *args[1:], **kwargs or {}))
+
+
 @form("none", training=False)
 def transformed_by_func(m, x, ids, weights):
     def block(x):
@@ -706,6 +792,22 @@ class TestMoEFusionForms(TestCase):
         self.assertRegex(
             logs[-1], "has a bias, and what counts .* is not known|other ids"
         )
+
+    def test_weights_of_a_subclass(self):
+        x, ids, weights = make_inputs(torch.bfloat16)
+        plain = Weights(number_of_slots_as_symbol_and_constant).to(torch.bfloat16)
+        coded = copy.deepcopy(plain)
+        for name in ("w_in", "w_out"):
+            values = Codes(getattr(plain, name).detach())
+            setattr(coded, name, nn.Parameter(values, requires_grad=False))
+        with (
+            torch.no_grad(),
+            config.patch(moe_fusion=True),
+            self.assertLogs("torch._inductor.fx_passes.moe_fusion", "INFO") as logs,
+        ):
+            found = torch.compile(coded, fullgraph=True)(x, ids, weights)
+        self.assertIn("its weights are of Codes", logs.output[-1])
+        self.assertEqual(found, plain(x, ids, weights), atol=0.02, rtol=0.02)
 
     def test_stays_are_logged(self):
         for fn, why in (

@@ -15,6 +15,7 @@ import torch
 from torch._prims_common import is_contiguous_or_false
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import guard_or_false
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from .moe_match import (
     activation_of,
@@ -43,7 +44,12 @@ from .moe_match import (
     VIEWS,
     writers,
 )
-from .moe_row_order import is_mask_of_no_expert, sorted_by, why_not_expert_of_row
+from .moe_row_order import (
+    is_ascending,
+    is_mask_of_no_expert,
+    sorted_by,
+    why_not_expert_of_row,
+)
 
 
 _FRESH = {"empty_like", "zeros_like", "empty", "zeros", "new_empty", "new_zeros"}
@@ -116,6 +122,12 @@ def _match_core(down_node: Any) -> Block:
         raise NoMatch("only one of gate and up has a bias")
     if torch._C._functorch.is_functorch_wrapped_tensor(value_of(down.out)):
         raise NoMatch("torch.func transforms it, and the op has no rules for that")
+    for p in (*ups, down):
+        kind = type(value_of(p.weight))
+        # One from elsewhere, as of quantised weights, may know the matmul alone.
+        is_subclass = is_traceable_wrapper_subclass_type(kind)
+        if is_subclass and not kind.__module__.startswith("torch."):
+            raise NoMatch(f"its weights are of {kind.__name__}")
     block = Block(activation, ups, down, rows[0], down.out)
     for p in (*ups, down):
         if p.bias_index is not None and (
@@ -354,7 +366,9 @@ def _is_token_weights(node: Any, block: Block) -> bool:
 def _slot_weights(node: Any, block: Block, in_slots: bool, cube: bool) -> Any:
     """Router weights (R) or (T, K) in slot order of which node is a column."""
     node = uncast(node)
-    if cube:  # (T, K, 1)
+    if cube:  # (T, K, 1); without the first dimension it would be repeated for each token
+        if rank(node) != 3:
+            return None
         while op_name(node) == "expand":
             node = node.args[0]
         if not same_size(value_of(node).shape[-1], 1):
@@ -399,13 +413,14 @@ def _inverts(inverse: Any, block: Block, reader: Node) -> bool:
     if any(node is not inverse for node in written):
         return False
     if op_name(inverse) == "argsort":
-        return same_value(inverse.args[0], block.perm)
+        return is_ascending(inverse) and same_value(inverse.args[0], block.perm)
     if (
         op_name(inverse) == "getitem"
         and inverse.args[1] == 1
         and op_name(inverse.args[0]) == "sort"
     ):
-        return inverse.args[0].args[0] is block.perm
+        sort = inverse.args[0]
+        return is_ascending(sort) and sort.args[0] is block.perm
     if op_name(inverse) in ("index_put", "scatter", "scatter_", "index_put_"):
         return _writes_inverse(inverse, block)
     return False
@@ -425,6 +440,8 @@ def _writes_inverse(writer: Any, block: Block) -> bool:
         if isinstance(at, (tuple, list)) and len(at) == 1:
             at = at[0]
     if at is not block.perm or op_name(written) not in ("arange", "iota"):
+        return False
+    if writers(written):
         return False
     args = [a for a in written.args if not isinstance(a, torch.dtype)]
     return len(args) == 1 or (len(args) == 2 and args[0] == 0)

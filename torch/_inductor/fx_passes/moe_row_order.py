@@ -30,7 +30,8 @@ def why_not_expert_of_row(
     """ "" if ``index`` is the expert of every row, else why that is not certain.
 
     The experts of rows are the ids of a bmm, or else the sorted ids that ``offs`` counts. A row
-    without an expert may have any index, so ``index.clamp_(max=num_experts - 1)`` is allowed.
+    without an expert may have any index, so ``index.clamp_(max=num_experts - 1)`` is allowed. Ids
+    are taken as not negative: below 0, most counts would assign each row to another expert.
     """
     if not grouped:
         known = same_value(index, experts)
@@ -187,15 +188,22 @@ def _added_ones(node: Node, num_experts: int) -> Any:
 
 
 def _is_filled(node: Any, value: int) -> bool:
-    """Whether all entries of ``node`` are ``value`` before counting starts."""
+    """Whether all entries of ``node`` are ``value`` before counting starts.
+
+    Of zeros only what was written before a cast counts: the counting itself writes to them.
+    """
+    if value and writers(node):
+        return False
     name = op_name(node).removeprefix("new_").removesuffix("_like")
     while name in ("expand", "to", "int", "long"):
         node = node.args[0]
+        if writers(node):
+            return False
         name = op_name(node).removeprefix("new_").removesuffix("_like")
     if name == "full":
         at = 2 if op_name(node) == "new_full" else 1
         return number(argument(node, at, "fill_value")) == value
-    return name == ("ones" if value else "zeros") and (value == 0 or not writers(node))
+    return name == ("ones" if value else "zeros")
 
 
 def _is_arange(node: Any, start: int, end: int) -> bool:
@@ -216,7 +224,7 @@ def _summed(node: Node, num_experts: int) -> Any:
     dims = dims if isinstance(dims, (list, tuple)) else (dims,)
     if op_name(of) == "sum" and rank(of) == 2:  # one dimension after the other
         inner = argument(of, 1, "dim")
-        if argument(of, 2, "keepdim", False) or (inner, dims) not in (
+        if writers(of) or argument(of, 2, "keepdim", False) or (inner, dims) not in (
             (0, (0,)), (1, (0,)), (0, (-2,)), (1, (-2,)), (-2, (0,)),
         ):  # fmt: skip
             return None
@@ -289,7 +297,7 @@ def counted_ids(offs: Any, perm: Any, num_experts: int) -> tuple[Any, int] | Non
     or -1 if topk made the ids, so that all are experts. None if this does not hold for any ids.
     """
     ids, sort, count = sorted_by(perm), _sort_of(perm), _count_of(offs, num_experts)
-    if not _is_ascending(sort) or rank(ids) != 1 or writers(perm):
+    if not is_ascending(sort) or rank(ids) != 1 or writers(perm):
         return None
     if count is None or (count.last is None and not is_topk_index(ids, num_experts)):
         return None
@@ -307,11 +315,16 @@ def counted_ids(offs: Any, perm: Any, num_experts: int) -> tuple[Any, int] | Non
 
 
 def is_topk_index(ids: Any, num_experts: int) -> bool:
-    """Whether ids are positions that topk found among num_experts, so that all are experts."""
+    """Whether ids are positions that topk found among num_experts, so that all are experts.
+
+    The caller checks that ``ids`` itself is not written.
+    """
     while op_name(ids) in {"int", "long", "to", *VIEWS}:
         if value_of(ids).dtype not in _INTEGERS:
             return False
         ids = ids.args[0]
+        if writers(ids):
+            return False
     if op_name(ids) != "getitem" or ids.args[1] != 1 or op_name(ids.args[0]) != "topk":
         return False
     topk = ids.args[0]
@@ -334,7 +347,7 @@ def _is_last_expert_at_most(node: Node, num_experts: int) -> bool:
     )
 
 
-def _is_ascending(sort: Any) -> bool:
+def is_ascending(sort: Any) -> bool:
     return argument(sort, 2, "descending", False) is False
 
 
@@ -342,12 +355,12 @@ def _sorted_from(index: Any) -> Any:
     """ids where index is ``sort(ids)[0]`` or ``ids[argsort(ids)]``."""
     if op_name(index) == "getitem" and index.args[1] == 0:
         sort = index.args[0]
-        return sort.args[0] if op_name(sort) == "sort" and _is_ascending(sort) else None
+        return sort.args[0] if op_name(sort) == "sort" and is_ascending(sort) else None
     taken = row_selection(index)
     if taken is None or sorted_by(taken[1]) is not taken[0]:
         return None
     perm = taken[1]
-    return taken[0] if _is_ascending(_sort_of(perm)) and not writers(perm) else None
+    return taken[0] if is_ascending(_sort_of(perm)) and not writers(perm) else None
 
 
 def _sort_of(perm: Any) -> Any:
