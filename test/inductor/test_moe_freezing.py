@@ -310,6 +310,27 @@ class TestMoeFreezing(TestCase):
         self.assertEqual(relaid(), 2)
         self.assertEqual(output, want[1], rtol=2e-2, atol=2e-2)
 
+    @parametrize("way", ["data", "another parameter"])
+    def test_a_write_that_the_parameter_does_not_count(self, way):
+        """A graph that is frozen later has the weights of that time, and none of an earlier one."""
+        layer, args = Experts(), inputs()
+        before, _ = frozen(layer, *args)
+        if way == "data":
+            for weight in layer.parameters():
+                weight.data.mul_(2)
+        else:
+            other = Experts()
+            for name, weight in layer.named_parameters():
+                setattr(other, name, nn.Parameter(weight.data))
+            with torch.no_grad():
+                for weight in layer.parameters():
+                    weight.mul_(2)
+            layer = other
+        want = layer(*args)
+        output, _ = frozen(layer, *args)
+        self.assertEqual(output, want, rtol=2e-2, atol=2e-2)
+        self.assertNotEqual(before, want)
+
     def test_state_dict(self):
         layer, args = Experts(), inputs()
         state = {name: p.clone() for name, p in layer.state_dict().items()}

@@ -75,7 +75,8 @@ def _along_k(value: Tensor) -> Tensor:
     view = value.storage_offset(), value.shape, value.stride(), value.dtype
     key = (storage._cdata, value._version, *view)
     found = _copies[key][1]() if key in _copies else None
-    if found is None:
+    # A write by .data, or by another tensor of the storage, changes no version that is known here.
+    if found is None or not torch.equal(found, value):
         found = copy()
         _copies[key] = StorageWeakRef(storage), weakref.ref(found)
     return found
