@@ -317,7 +317,7 @@ class TestPlacedTraining(GlooTest):
             for step in range(7):
                 if resume and step == (4 if planned else 3):
                     state = copy.deepcopy(placement.state_dict())
-                    some = bool(state["stats"]["recorded"].any())
+                    some = any(map(any, state["stats"]["recorded"]))
                     self.assertEqual(some, not planned)
                     model2 = copy.deepcopy(Model().double())
                     other = place_experts(
@@ -338,6 +338,56 @@ class TestPlacedTraining(GlooTest):
                 placement.step()
             runs.append((placement.slot_experts[0], model.moe.w_in.to_local()))
         self.assertEqual(*runs, atol=0, rtol=0)
+
+    def test_plans_that_differ(self):
+        """Each rank loads a file of another step: same shapes, but copies of other experts."""
+        _, model, placement, _, mine = self.pair()
+        state = placement.state_dict()
+        topology = placement.layers[0].home.topology
+        plan = any_plan(topology, E, self.rank // 2)
+        state["slot_experts"] = [plan.slot_experts.tolist()]
+        state["quotas"] = [plan.quotas.tolist()]
+        placement.load_state_dict(state)
+        message = (
+            "layer 0 .MoE.: the checksum of the plan must be the same on all ranks"
+        )
+        with self.assertRaisesRegex(RuntimeError, message):
+            model(self.batch(0)[mine])
+
+    @parametrize("saved, loaded", [(0, 0), (0, 2), (3, 0), (3, 2)])
+    def test_state_in_a_distributed_checkpoint(self, saved, loaded):
+        """It is loaded at any step, as keys and kinds of its entries never change."""
+        path = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(path)
+        placements = []
+        for steps in (saved, loaded):
+            _, model, placement, _, mine = self.pair(every=2)
+            for step in range(steps):
+                self.backward(model, self.batch(step)[mine].abs())
+                placement.step()
+            placements.append(placement)
+        before, after = placements
+        dcp.save({"placement": before.state_dict()}, checkpoint_id=path[0])
+        dcp.load({"placement": after}, checkpoint_id=path[0])
+        self.assertEqual(after.state_dict(), before.state_dict())
+        self.assertEqual(after.slot_experts, before.slot_experts)
+
+    @parametrize("keep", [False, True])
+    def test_a_write_that_no_version_counts(self, keep):
+        _, model, placement, _, mine = self.pair(keep=keep)
+        placement.layers[0].use(any_plan(placement.layers[0].home.topology, E, 1))
+        x = self.batch(0)[mine]
+        path = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(path)
+        with torch.no_grad():
+            want = model(x)
+            dcp.save(model.state_dict(), checkpoint_id=path[0])
+            for weight in model.moe.parameters():
+                weight.mul_(2)
+            model(x)
+            dcp.load(model.state_dict(), checkpoint_id=path[0])
+            placement.forget()
+            self.assertEqual(model(x), want)
 
     def test_loads_on_other_ranks(self):
         _, model, placement, mesh, mine = self.pair(every=1)

@@ -81,6 +81,19 @@ def refused(placement, model, weights, loaded, seconds=5.0):
     raise AssertionError("went on without weights, or on half a node")
 
 
+def refused_old_weights(model, rank):
+    """A recovered model has experts of its own, and what is written to the parameters does not reach them."""
+    for name, parameter in model.named_parameters():
+        if name.startswith("moe.0.w_"):
+            parameter.mul_(0.5)
+    try:
+        model(batch(0, rank))
+    except RuntimeError as error:
+        if "experts were written after recover" in str(error):
+            return
+    raise AssertionError("it served the experts from before")
+
+
 def refused_training(model, rank):
     try:
         with torch.enable_grad():
@@ -185,6 +198,8 @@ def _serve(rank, port, case):
     placement._plan()
     same(model, whole, range(2, 4), rank)
     trains = refused_training(model, rank)
+    if case == "copies":
+        refused_old_weights(model, rank)
     again = failed_again = None
     if case == "two":
         if rank == 1:

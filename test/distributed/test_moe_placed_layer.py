@@ -308,9 +308,9 @@ class TestPlacedLayer(TokenSwitchTest):
         if online:
             # The plan of this forward: the recomputation made the same one again.
             total = placement.layers[0].last_plan.quotas.sum().item()
-            self.assertIsNone(placement.state_dict()["stats"])
+            self.assertIsNone(placement.state_dict()["stats"]["recorded"])
         else:
-            recorded = placement.state_dict()["stats"]["recorded"]
+            recorded = torch.tensor(placement.state_dict()["stats"]["recorded"])
             total = recorded[:, :E].sum().item()
             self.assertEqual(recorded[0, E].item(), 1)
         self.assertEqual(total, self.TOKENS * 2)

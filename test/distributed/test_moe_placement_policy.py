@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     _expert_placed_layer,
     ExpertParallel,
+    ExpertPlacement,
     parallelize_module,
 )
 from torch.testing._internal.common_utils import (
@@ -235,6 +236,50 @@ class TestPolicy(GlooTest):
             planned.append(layer.pauses)
             self.assertEqual((other.pause, other.pauses), (layer.pause, layer.pauses))
         self.assertEqual(sorted(set(planned)), [1, 3, 7, 15])
+
+    @parametrize("seen", [False, True])
+    def test_a_state_from_before_the_first_forward(self, seen):
+        """Loads of an evaluation between saving and loading are forgotten."""
+        moe, placement, layer = self.layer(every=1, copy_cost=0.0)
+        state = placement.state_dict()
+        if seen:
+            with torch.no_grad():
+                moe(torch.rand(5 * TOKENS, D))
+        placement.load_state_dict(state)
+        moe(torch.rand(TOKENS, D))
+        placement.step()
+        self.assertEqual(placement.loads.sum().item(), 4 * TOKENS * K)
+
+    def test_state_of_other_layers(self):
+        _, placement, layer = self.layer(every=1)
+        before = placement.state_dict()
+        for change in (lambda rows: rows[:4], lambda rows: rows + rows):
+            state = placement.state_dict()
+            state["quotas"] = [change(rows) for rows in state["quotas"]]
+            state["steps"] = 7
+            with self.assertRaisesRegex(
+                ValueError, rf"layers of \[.*\] experts, .*\[{E}\]"
+            ):
+                placement.load_state_dict(state)
+            self.assertEqual(placement.state_dict(), before)
+
+    def test_arguments(self):
+        for options, message in (
+            ({"slots_per_rank": 3.0}, "slots_per_rank must be an integer .*got 3.0"),
+            ({"ranks_per_node": 0}, "ranks_per_node must be an integer .*got 0"),
+            ({"every": 2.5}, "every must be an integer of at least 1, got 2.5"),
+            ({"decay": 1}, r"decay must be in \[0, 1\), got 1"),
+            ({"copy_cost": -1.0}, "copy_cost must be finite"),
+        ):
+            with self.assertRaisesRegex(ValueError, message):
+                ExpertPlacement(**{"slots_per_rank": 3} | options)
+
+    @parametrize("options", [{"every": 2}, {"online": True}, {"keep": True}])
+    def test_settings_that_differ(self, options):
+        odd = options if self.rank == 1 else {}
+        moe, _, _ = self.layer(**{"copy_cost": 0.0, "every": 1} | odd)
+        with self.assertRaisesRegex(RuntimeError, "settings must be the same on all"):
+            moe(torch.rand(TOKENS, D))
 
     def test_rests_send_nothing(self):
         # Between trials of online plans, no counts are sent, and times only for the last window at home.

@@ -45,11 +45,13 @@ class CheckedTokenSwitch(TokenSwitch):
         ranks (list[int]): global ranks in the order of the experts that they hold.
         levels (tuple[Exchange, ...]): where the communication happens.
         layer (int): number of its layer among those of the ranks, from 1. 0 is any layer.
+        settings (str): of its owner, which must be the same on all ranks.
     """
 
     ranks: list[int]
     levels: tuple[Exchange, ...]
     layer = 0
+    settings = ""
     # Whether backward sends gradients of each tensor, if known before dispatch.
     requires_grad: tuple[bool, ...] = ()
 
@@ -87,7 +89,7 @@ class CheckedTokenSwitch(TokenSwitch):
         if not self._communicates() or tuple(values) in self._agreed:
             return
         # Layers that were parallelized in another order on some ranks have each other's weights and plans.
-        facts = {"layer": self.levels[0].owner, **values}
+        facts = {"layer": self.levels[0].owner, "settings": self.settings, **values}
         rows = [(dist.get_rank(), {name: str(v) for name, v in facts.items()})]
         # A mode of one rank only, such as a profiler, must not change what is sent.
         with _disable_current_modes():

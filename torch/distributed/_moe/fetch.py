@@ -28,6 +28,7 @@ What is reused
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TYPE_CHECKING
@@ -58,12 +59,14 @@ class Moves(NamedTuple):
         away (Tensor): (A) int64 rows of the local shard that others have copies of.
         returned (Tensor): (A, P) int64 places in ``sent`` of those copies, by rank; missing ones
             have the number of sent rows.
+        checksum (int): of the plan, in [1, 2**31).
     """
 
     splits: Splits
     sent: Tensor
     away: Tensor
     returned: Tensor
+    checksum: int
 
     def to(self, device: torch.device) -> Moves:
         return self._make(t.to(device) if isinstance(t, Tensor) else t for t in self)
@@ -95,7 +98,8 @@ def moves_of(plan: Plan, rank: int) -> Moves:
     returned = places[away].sort(1).values[:, : int(mine.sum(1).max())]
     received = copied[:, rank].view(num_ranks, each).sum(1)
     splits = Splits(mine.sum(0).tolist(), received.tolist())
-    return Moves(splits, sent, away, returned)
+    checksum = zlib.crc32(str(plan.slot_experts.tolist()).encode()) % (2**31 - 1) + 1
+    return Moves(splits, sent, away, returned, checksum)
 
 
 @dataclass(eq=False)
@@ -134,7 +138,8 @@ class Copies:
         message = pack(sent, index=index)
         # It depends on dtypes that nothing has compared yet.
         size = message.shape[1] * message.element_size()
-        meet(self.exchange.levels, message, "experts", {"bytes of an expert": size})
+        facts = {"bytes of an expert": size, "checksum of the plan": moves.checksum}
+        meet(self.exchange.levels, message, "experts", facts)
         message = self.exchange.send(message, moves.splits, "experts")
         outputs = []
         for w, rows, c in zip(weights, unpack(message, parts), coded):

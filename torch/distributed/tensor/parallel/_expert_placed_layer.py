@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn, Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._local_tensor import LocalTensorMode
+from torch.distributed._moe.agreement import CheckedTokenSwitch
 from torch.distributed._moe.exchange import Exchange
 from torch.distributed._moe.fetch import after_fetch, Fetch, Fetcher, Moves, moves_of
 from torch.distributed._moe.payload import is_traced
@@ -107,6 +108,11 @@ class PlacedLayer:
             row_bytes (int): of a token.
         """
         self._to(topk_indices.device)
+        switch = _switch(module)
+        if isinstance(switch, CheckedTokenSwitch) and not torch.compiler.is_compiling():
+            # Before the counts of an online plan, which ranks with other settings do not send.
+            switch._must_agree()
+            self.exchange.owner = switch.levels[0].owner
         if torch.compiler.is_compiling():
             # This never happens. Reading the text makes Dynamo guard on the whole plan, so all ranks
             # recompile together and reach torch._dynamo.config.recompile_limit together.
@@ -273,6 +279,10 @@ def with_weights(
 
 def _placed(module: nn.Module) -> PlacedLayer:
     return cast(Any, module)._expert_parallel.placed
+
+
+def _switch(module: nn.Module) -> Any:
+    return cast(Any, module)._expert_parallel.switch
 
 
 def _bound(ids: Tensor, num_rows: int | None) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, cast, TYPE_CHECKING
 from weakref import ref, WeakKeyDictionary
 
@@ -68,8 +68,10 @@ class ExpertPlacement:
             the same bits need a price. Few steps between plans give noisy times)
         keep (bool): fetched copies stay, in training and in inference, until the plan or the
             weights change: micro-batches of a step share them, and serving fetches once.
-            Takes the memory of the copies of all layers. Writes through ``.data`` are
-            seen after :meth:`step` or :meth:`forget`. Not under FSDP. Default: ``False``
+            Takes the memory of the copies of all layers. Writes that no version counts are
+            seen after :meth:`step` or :meth:`forget`: through ``.data``, by a collective or a
+            ``recv`` into ``to_local()``, and by ``torch.distributed.checkpoint.load`` into the
+            tensors of a ``state_dict()``. Not under FSDP. Default: ``False``
         wire_dtype (torch.dtype, optional): dtype of fetched matrices: ``torch.bfloat16``,
             or ``torch.float8_e4m3fn`` with a power-of-two scale per 128 values. It rounds copies,
             not the weights at home; gradients keep their dtype. Default: None (that of the
@@ -95,14 +97,24 @@ class ExpertPlacement:
     wire_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        every, copy_cost = self.every, self.copy_cost
+        copy_cost = self.copy_cost
         if self.wire_dtype not in (None, torch.bfloat16, torch.float8_e4m3fn):
             raise ValueError(
                 "ExpertPlacement: wire_dtype must be None, torch.bfloat16 or "
                 f"torch.float8_e4m3fn, got {self.wire_dtype}"
             )
-        if every is not None and every < 1:
-            raise ValueError(f"ExpertPlacement: every must be at least 1, got {every}")
+        for name in ("slots_per_rank", "ranks_per_node", "every"):
+            value = getattr(self, name)
+            if value is None and name != "slots_per_rank":
+                continue
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(
+                    f"ExpertPlacement: {name} must be an integer of at least 1, got {value!r}"
+                )
+        if not 0 <= self.decay < 1:
+            raise ValueError(
+                f"ExpertPlacement: decay must be in [0, 1), got {self.decay}"
+            )
         if copy_cost is not None and not 0 <= copy_cost < math.inf:
             raise ValueError(
                 "ExpertPlacement: copy_cost must be finite and at least 0, got "
@@ -120,6 +132,11 @@ class ExpertPlacement:
         self._stats: LoadStats | None = None
         self._to_load: dict[str, Any] | None = None  # state of stats not made yet
         self._steps = 0
+
+    @property
+    def settings(self) -> str:
+        """The arguments as text, which ranks compare."""
+        return ", ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
 
     def add_layer(self, num_experts: int, group: ProcessGroup) -> PlacedLayer:
         """Adds a layer, whose experts run at home at first."""
@@ -198,7 +215,7 @@ class ExpertPlacement:
                 layer.copy_cost = 2 * gain / max(1, plan.busiest())
 
     def forget(self) -> None:
-        """Drops copies kept by :attr:`keep`, as after a write through ``.data``."""
+        """Drops copies kept by :attr:`keep`, as after a write that no version counts."""
         for layer in self.layers:
             layer.fetcher.forget()
 
@@ -228,42 +245,74 @@ class ExpertPlacement:
                 device=counts.device,
             )
             if self._to_load is not None:
-                self._stats.load_state_dict(self._to_load)
-                self._to_load = None
+                self._load_stats(self._stats)
         self._stats.record(index, counts)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plans, loads and steps; equal on all ranks. Collective; changes nothing."""
+        """Plans, loads and steps; equal on all ranks. Collective; changes nothing.
+
+        It has numbers and lists of them and no tensors, and always the same keys, so that
+        ``torch.distributed.checkpoint`` loads it at any step and on any number of ranks.
+        """
+        stats = self._to_load or {"average": None, "recorded": None}
+        if self._stats is not None:
+            stats = {k: _listed(v) for k, v in self._stats.state_dict().items()}
         return {
-            "slot_experts": [slots.clone() for slots in self.slot_experts],
-            "quotas": [layer.plan.quotas.clone() for layer in self.layers],
-            "loads": None if self.loads is None else self.loads.clone(),
+            "slot_experts": [slots.tolist() for slots in self.slot_experts],
+            "quotas": [layer.plan.quotas.tolist() for layer in self.layers],
+            "loads": _listed(self.loads),
             "copy_costs": [layer.copy_cost for layer in self.layers],
-            "pauses": [(layer.pause, layer.pauses) for layer in self.layers],
+            "pauses": [[layer.pause, layer.pauses] for layer in self.layers],
             "steps": self._steps,
-            "stats": self._to_load if self._stats is None else self._stats.state_dict(),
+            "stats": stats,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from ``state``, with a new plan for another number of ranks or slots."""
-        if len(state["slot_experts"]) != len(self.layers):
+        """Continues from ``state``, with a new plan for another number of ranks or slots.
+
+        All ranks load the same state.
+
+        Raises:
+            ValueError: the state is of another number of layers or experts. Nothing is changed.
+        """
+        saved = [len(quotas) for quotas in state["quotas"]]
+        experts = [layer.home.num_experts for layer in self.layers]
+        if saved != experts:
             raise ValueError(
-                f"ExpertPlacement: state has {len(state['slot_experts'])} layers, the "
-                f"model has {len(self.layers)}"
+                f"ExpertPlacement: state has layers of {saved} experts, the model of {experts}"
             )
-        self._steps, self.loads = state["steps"], state["loads"]
-        same = True
-        for i, layer in enumerate(self.layers):
+        plans, fits = [], True
+        for layer, *tables in zip(self.layers, state["slot_experts"], state["quotas"]):
+            slots, quotas = (torch.tensor(numbers, device="cpu") for numbers in tables)
+            fits = slots.shape == layer.home.slot_experts.shape
+            plans.append(Plan(layer.home.topology, slots, quotas) if fits else None)
+        self._steps, self.loads = state["steps"], _tensor(state["loads"], torch.float64)
+        for i, (layer, saved_plan) in enumerate(zip(self.layers, plans)):
             layer.pause, layer.pauses = state["pauses"][i]
             if self.copy_cost is None:
                 layer.copy_cost = state["copy_costs"][i]
-            slots, quotas = state["slot_experts"][i], state["quotas"][i]
-            same = slots.shape == layer.home.slot_experts.shape
-            if same and not self.online:
-                layer.use(Plan(layer.home.topology, slots, quotas))
-        if not same:
+            if saved_plan is not None and not self.online:
+                layer.use(saved_plan)
+        if not fits:
             self._plan()
-        if self._stats is not None and state["stats"] is not None:
-            self._stats.load_state_dict(state["stats"])
-        else:
-            self._to_load = state["stats"]
+        # Without records the state is from before the first forward.
+        self._to_load = state["stats"] if state["stats"]["recorded"] else None
+        if self._to_load is None:
+            self._stats = None
+        elif self._stats is not None:
+            self._load_stats(self._stats)
+
+    def _load_stats(self, stats: LoadStats) -> None:
+        state, self._to_load = cast("dict[str, Any]", self._to_load), None
+        average = _tensor(state["average"], torch.float64)
+        recorded = _tensor(state["recorded"], torch.int64)
+        stats.load_state_dict({"average": average, "recorded": recorded})
+
+
+def _listed(tensor: Tensor | None) -> list[Any] | None:
+    return None if tensor is None else tensor.tolist()
+
+
+def _tensor(numbers: list[Any] | None, dtype: torch.dtype) -> Tensor | None:
+    # On the host also where the user builds a model on another device.
+    return None if numbers is None else torch.tensor(numbers, dtype=dtype, device="cpu")

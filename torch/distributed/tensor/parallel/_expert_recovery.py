@@ -54,6 +54,7 @@ class ServedLayer(PlacedLayer):
 
     Attributes:
         resident (dict[str, Tensor]): (slots_per_rank, ...) weights of the experts of this rank.
+        versions (tuple[int, ...]): of the parameters that they were taken from.
     """
 
     def __init__(
@@ -62,9 +63,10 @@ class ServedLayer(PlacedLayer):
         group: ProcessGroup,
         plan: Plan,
         resident: dict[str, Tensor],
+        versions: tuple[int, ...],
     ) -> None:
         super().__init__(lost.owner, lost.index, plan, group)
-        self.resident = resident
+        self.resident, self.versions = resident, versions
 
     def use(self, plan: Plan) -> None:
         super().use(self.home)
@@ -84,6 +86,12 @@ class ServedLayer(PlacedLayer):
             raise RuntimeError(
                 "ExpertPlacement: after a rank was lost a model serves, under no_grad; "
                 "training goes on from a checkpoint"
+            )
+        compiles = torch.compiler.is_compiling()  # without versions
+        if not compiles and _region(module).versions != self.versions:
+            raise RuntimeError(
+                "ExpertPlacement: experts were written after recover, and it serves those from before; "
+                "new weights need a new model on the remaining ranks"
             )
         self._to(topk_indices.device)
         self.owner._record(self.index, self._counts(topk_indices))
@@ -134,7 +142,8 @@ def recover(
     Every remaining rank calls it after a forward raised because others did not answer.
     Ranks that do not call it within ``seconds`` are lost. An expert of a lost rank
     continues from a copy, if a rank has kept one, or is loaded. From then on experts stay
-    where they are, without gradients, also with ``online=True``, and loads are counted anew.
+    where they are, without gradients, also with ``online=True``, and loads are counted anew. A
+    forward raises if the parameters of experts were written since.
     The store of the default group must be alive.
 
     Every rank raises before a layer is changed if there are too few slots, if nobody has an
@@ -197,7 +206,8 @@ def recover(
         ) from error
     settled = zip(layers, plans, switches, residents)
     for (layer, _, module), (plan, _), switch, resident in settled:
-        region, served = _region(module), ServedLayer(layer, group, plan, resident)
+        region = _region(module)
+        served = ServedLayer(layer, group, plan, resident, region.versions)
         self.layers[layer.index] = region.placed = served
         region.switch, region.tokens = switch, 0
     copies = [[e for e, kind in enumerate(kinds) if kind == 1] for _, kinds in plans]

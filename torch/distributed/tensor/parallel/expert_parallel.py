@@ -556,6 +556,8 @@ class ExpertParallel(ParallelStyle):
             },
         )
         region.placed = placed
+        if self.placement is not None:
+            cast(Any, region.switch).settings = self.placement.settings
         name_owner = getattr(region.switch, "name_owner", None)
         if name_owner is not None:
             count = _layers.setdefault(mesh_of["ep"].get_group(), itertools.count())
