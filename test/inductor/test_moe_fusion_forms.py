@@ -5,81 +5,41 @@ Every form says what becomes of it: ``full`` (gather, experts and combine), ``co
 only) or ``none``; its results are compared with the same code in float64.
 """
 
-import contextlib
 import copy
 from unittest import mock
 
-from moe_fusion_problem import D, E, HIDDEN, K, make_inputs, run, T
+from moe_fusion_problem import (
+    added,
+    backend,
+    by_slot,
+    D,
+    E,
+    FormTest,
+    gated,
+    in_order,
+    K,
+    make_inputs,
+    mlp,
+    product,
+    registered_in,
+    T,
+    Weights,
+)
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._dynamo.utils import counters
 from torch._inductor import config
-from torch._inductor.fx_passes.moe_fusion import moe_fusion
-from torch._inductor.test_case import run_tests, TestCase
+from torch._inductor.test_case import run_tests
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
-    TEST_WITH_SLOW,
 )
 from torch.utils.checkpoint import checkpoint
 
 
 FORMS = {}
-
-
-def form(becomes, training=True):
-    def register(fn):
-        FORMS[fn.__name__] = (fn, becomes, training)
-        return fn
-
-    return register
-
-
-class Weights(nn.Module):
-    def __init__(self, fn):
-        super().__init__()
-        g = torch.Generator().manual_seed(0)
-
-        def weight(*shape):
-            return nn.Parameter(torch.randn(shape, generator=g) / shape[-1] ** 0.5)
-
-        self.fn = fn
-        self.w_gate, self.w_up = weight(E, HIDDEN, D), weight(E, HIDDEN, D)
-        self.w_in, self.w_out = weight(E, 2 * HIDDEN, D), weight(E, D, HIDDEN)
-        self.b_in, self.b_out = weight(E, 2 * HIDDEN), weight(E, D)
-
-    def forward(self, *inputs):
-        return self.fn(self, *inputs)
-
-
-def product(rows, weight, offs):
-    return F.grouped_mm(rows, weight.transpose(-2, -1), offs=offs)
-
-
-def gated(h):
-    gate, up = h.chunk(2, -1)
-    return F.silu(gate) * up
-
-
-def in_order(ids):
-    sorted_ids, perm = ids.flatten().sort(stable=True)
-    counts = torch.histc(sorted_ids.float(), E, 0, E - 1)
-    return sorted_ids, perm, counts.cumsum(0, dtype=torch.int32)
-
-
-def mlp(m, rows, offs):
-    return product(gated(product(rows, m.w_in, offs)), m.w_out, offs)
-
-
-def added(x, rows, perm, weights):
-    rows = rows * weights.flatten()[perm].unsqueeze(-1)
-    return torch.zeros_like(x).index_add(0, perm // K, rows.to(x.dtype))
-
-
-def by_slot(rows, perm):
-    return rows[torch.argsort(perm)]
+form = registered_in(FORMS)
 
 
 # --- where rows come from, and where they go ---
@@ -416,67 +376,6 @@ def selected_weights_by_einsum(m, x, ids, weights):
     return torch.einsum("tkd,tk->td", rows, weights)
 
 
-@form("none", training=False)
-def bias_added_to_what_was_read(m, x, ids, weights):
-    sorted_ids, perm, offs = in_order(ids)
-    h = product(x[perm // K], m.w_in, offs)
-    hidden = gated(h)
-    h.add_(m.b_in[sorted_ids])
-    return added(x, product(hidden, m.w_out, offs), perm, weights)
-
-
-@form("none", training=False)
-def bias_added_between_halves(m, x, ids, weights):
-    sorted_ids, perm, offs = in_order(ids)
-    h = product(x[perm // K], m.w_in, offs)
-    gate, up = h.chunk(2, -1)
-    gate = F.silu(gate)
-    h += m.b_in[sorted_ids]
-    return added(x, product(gate * up, m.w_out, offs), perm, weights)
-
-
-@form("core", training=False)
-def bias_added_to_what_was_combined(m, x, ids, weights):
-    sorted_ids, perm, offs = in_order(ids)
-    rows = mlp(m, x[perm // K], offs)
-    y = added(x, rows, perm, weights)
-    rows.add_(m.b_out[sorted_ids])
-    return y
-
-
-@form("core")
-def tokens_that_are_limited_in_place(m, x, ids, weights):
-    _, perm, offs = in_order(ids)
-    token = perm // K
-    token.clamp_(max=5)
-    return torch.zeros_like(x).index_add(0, token, mlp(m, x[token], offs))
-
-
-@form("core", training=False)
-def tokens_that_change_in_between(m, x, ids, weights):
-    _, perm, offs = in_order(ids)
-    token = torch.arange(x.shape[0]).repeat_interleave(K)[perm]
-    rows = x[token]
-    token.copy_(token.flip(0))
-    return torch.zeros_like(x).index_add(0, token, mlp(m, rows, offs))
-
-
-@form("core")
-def order_that_is_limited_in_place(m, x, ids, weights):
-    _, perm, offs = in_order(ids)
-    perm.clamp_(max=30)
-    token = perm // K
-    return torch.zeros_like(x).index_add(0, token, mlp(m, x[token], offs))
-
-
-@form("core")
-def inverse_order_that_is_written(m, x, ids, weights):
-    _, perm, offs = in_order(ids)
-    inverse = perm.argsort()
-    inverse.copy_(inverse.flip(0))
-    return mlp(m, x[perm // K], offs)[inverse].view(-1, K, D).sum(1)
-
-
 @form("core", training=False)
 def inverse_order_of_descending_sort(m, x, ids, weights):
     _, perm, offs = in_order(ids)
@@ -491,39 +390,12 @@ def inverse_order_of_descending_argsort(m, x, ids, weights):
     return mlp(m, x[perm // K], offs)[inverse].view(-1, K, D).sum(1)
 
 
-@form("core", training=False)
-def inverse_order_of_places_that_are_written(m, x, ids, weights):
-    _, perm, offs = in_order(ids)
-    places = torch.arange(perm.shape[0])
-    places.copy_(places.flip(0))
-    inverse = torch.empty_like(perm)
-    inverse[perm] = places
-    return mlp(m, x[perm // K], offs)[inverse].view(-1, K, D).sum(1)
-
-
-@form("full", training=False)
-def choice_that_is_written_before_a_cast(m, x, ids, weights):
-    chosen = x[:, :E].float().topk(K)[1]
-    chosen[weights < 0.3] = 100  # no expert
-    _, perm, offs = in_order(chosen.int())
-    return added(x, mlp(m, x[perm // K], offs), perm, weights)
-
-
 @form("core")
 def weights_of_one_slot_for_all_tokens(m, x, ids, weights):
     # (T, 1, D) * (T, 1) is (T, T, D).
     _, perm, offs = in_order(ids[:, :1])
     rows = by_slot(mlp(m, x[perm], offs), perm).view(-1, 1, D)
     return (rows * weights[:, :1]).sum(1)
-
-
-@form("core", training=False)
-def inverse_order_that_is_read_too_early(m, x, ids, weights):
-    _, perm, offs = in_order(ids)
-    inverse = torch.zeros_like(perm)
-    rows = mlp(m, x[perm // K], offs)[inverse]
-    inverse.scatter_(0, perm, torch.arange(perm.shape[0]))
-    return rows.view(-1, K, D).sum(1)
 
 
 @form("core")
@@ -577,14 +449,6 @@ def bias_of_one_number(m, x, ids, weights):
     return added(x, rows, perm, weights)
 
 
-@form("full")
-def tokens_written_later(m, x, ids, weights):
-    x = x * 1
-    y = number_of_slots_as_symbol_and_constant(m, x, ids, weights)
-    x.mul_(3)
-    return y + x
-
-
 def selected(rows, weight, ids):
     return torch.bmm(weight[ids], rows.unsqueeze(-1)).squeeze(-1)
 
@@ -602,24 +466,6 @@ def weights_of_fewer_experts(m, x, ids, weights):
     rows, ids = x.repeat_interleave(K, 0), ids.clamp(max=3).flatten()
     rows = selected(gated(selected(rows, m.w_in, ids)), m.w_out[:4], ids)
     return (rows.view(-1, K, D) * weights.unsqueeze(-1)).sum(1)
-
-
-@form("core")
-def order_that_is_shifted_in_place(m, x, ids, weights):
-    _, perm, offs = in_order(ids)
-    shifted = perm
-    shifted >>= 1
-    token = perm // K
-    return torch.zeros_like(x).index_add(0, token, mlp(m, x[token], offs))
-
-
-@form("core")
-def tokens_divided_in_between(m, x, ids, weights):
-    _, perm, offs = in_order(ids)
-    tokens = x = x * 1
-    rows = x[perm // K]
-    x /= 2
-    return added(x, mlp(m, rows, offs), perm, weights) + tokens
 
 
 @form("core")
@@ -713,55 +559,8 @@ def transformed_by_func(m, x, ids, weights):
     return torch.func.grad(block)(x)
 
 
-def backend(gm, example_inputs):
-    """Runs the rewritten graphs as they are, those of checkpointed regions too."""
-    for module in gm.modules():
-        if isinstance(module, torch.fx.GraphModule):
-            moe_fusion(module.graph)
-            module.recompile()
-    return gm.forward
-
-
 @instantiate_parametrized_tests
-class TestMoEFusionForms(TestCase):
-    def setUp(self):
-        super().setUp()  # float32 as well, whatever this CPU is
-        amx = "torch.cpu._is_amx_tile_supported"
-        self.enterContext(mock.patch(amx, return_value=False))
-
-    def compare(self, fn, training, dynamic, dtype, context=contextlib.nullcontext):
-        """Compares with float64; returns what became of the block, and the log."""
-        module, inputs = Weights(fn).to(dtype), make_inputs(dtype)
-        exact = copy.deepcopy(module).double()
-        with torch._dynamo.config.patch(disable=True):
-            exact_inputs = [t.double() if t.is_floating_point() else t for t in inputs]
-            want = run(exact, exact, exact_inputs, training)
-            with context():
-                written = run(module, module, inputs, training)
-        torch._dynamo.reset()
-        counters.clear()
-        with (
-            config.patch(moe_fusion=True),
-            context(),
-            self.assertLogs("torch._inductor.fx_passes.moe_fusion", "INFO") as logs,
-        ):
-            compiled = torch.compile(
-                module, fullgraph=True, dynamic=dynamic, backend=backend
-            )
-            got = run(compiled, module, inputs, training)
-        for ours, theirs, ref in zip(got, written, want, strict=True):
-            self.assertEqual((ours.dtype, ours.shape), (theirs.dtype, theirs.shape))
-            eps = torch.finfo(theirs.dtype).eps
-            error = (ours.double() - ref).abs().max()
-            allowed = (
-                2 * (theirs.double() - ref).abs().max() + 4 * eps * ref.abs().max()
-            )
-            self.assertLessEqual(error, allowed)
-        found = counters["inductor"]
-        if not found["moe_fusion"]:
-            return "none", logs.output
-        return ("full" if found["moe_fusion_full"] else "core"), logs.output
-
+class TestMoEFusionForms(FormTest):
     @parametrize("name", [*FORMS])
     @parametrize("training", [False, True])
     def test_form(self, name, training):
@@ -770,14 +569,7 @@ class TestMoEFusionForms(TestCase):
             self.skipTest("nothing to train")
         if name == "gate_without_grad" and not training:
             becomes = "full"
-        if name == "tokens_written_later" and training:
-            becomes = "core"
-        # What becomes of a form does not hang on these, and its gradients see both.
-        modes = [(torch.bfloat16, False), (torch.float32, True)]
-        for dtype, dynamic in modes if training or TEST_WITH_SLOW else modes[:1]:
-            kind, logs = self.compare(fn, training, dynamic, dtype)
-            self.assertEqual(kind, becomes, logs)
-            self.assertRegex(logs[-1], "stays" if kind == "none" else "became")
+        self.check_form(fn, becomes, training)
 
     @parametrize("name", [*COUNTS])
     @parametrize("training", [False, True])

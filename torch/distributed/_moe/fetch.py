@@ -138,7 +138,8 @@ class Copies:
         message = pack(sent, index=index)
         # It depends on dtypes that nothing has compared yet.
         size = message.shape[1] * message.element_size()
-        facts = {"bytes of an expert": size, "checksum of the plan": moves.checksum}
+        facts: dict[str, int | Tensor] = {"bytes of an expert": size}
+        facts["checksum of the plan"] = moves.checksum
         meet(self.exchange.levels, message, "experts", facts)
         message = self.exchange.send(message, moves.splits, "experts")
         outputs = []
