@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import math
 import pathlib
 import sys
 import unittest
@@ -199,6 +200,13 @@ class TestProperties(TestCase):
             cost.experts(p, 1, 1, 1, 1, kernel="x")
         with self.assertRaisesRegex(ValueError, "pass_ must be .*got 'both'"):
             cost.experts(p, 1, 1, 1, 1, pass_="both")
+        for rows, local in ((-4, 8), (math.nan, 8), (8, 0)):
+            with self.assertRaisesRegex(
+                ValueError, "rows must be at least 0 and local"
+            ):
+                cost.experts(p, rows, 64, 64, local)
+        with self.assertRaisesRegex(ValueError, "rows must be above 0, got 0"):
+            cost.copy_cost(p, 0, 64, 64, 8, 8)
         with self.assertRaisesRegex(ValueError, "device must be one of .*got 'H1'"):
             profile("H1")
 

@@ -65,6 +65,10 @@ class TestSchedule(TestCase):
         self.assertGreater(schedule.num_chunks, 1)
         # Few tokens: starts outweigh what could hide.
         self.assertEqual(overlap_schedule(p, 64, *args[1:]).num_chunks, 1)
+        for place, bad in ((0, 0), (0, 40.5), (2, -1), (4, 129), (5, 3)):
+            changed = (*args[:place], bad, *args[place + 1 :])
+            with self.assertRaisesRegex(ValueError, "overlap_schedule: .*, got"):
+                overlap_schedule(p, *changed)
         # A broken model, whose exchange is free, has nothing to hide.
         with mock.patch.object(moe_layer_plan, "all_to_all", lambda *a, **k: 0.0):
             self.assertEqual(overlap_schedule(p, *args).num_chunks, 1)

@@ -552,6 +552,10 @@ class TestExplained(TestCase):
         self.assertTrue(all(p.grad is None for p in model.parameters()))
         with self.assertRaisesRegex(ValueError, "stacked weights.*in Linear"):
             explain_memory(nn.Linear(2, 2))
+        with self.assertRaisesRegex(ValueError, "batch must be an integer from 1 to"):
+            explain_memory(nn.MoE(8, 8, 4, 2), batch=0)
+        with self.assertRaisesRegex(ValueError, "must have a parameter that requires"):
+            explain_memory(nn.MoE(8, 8, 4, 2).requires_grad_(False))
 
     def test_command(self):
         source = """

@@ -218,6 +218,9 @@ class TestPlan(TestCase):
         batches = "batch must be .*works: global_batch=64 or global_batch=128"
         with self.assertRaisesRegex(ValueError, batches):
             plan("qwen3-30b-a3b", "H100", 64, global_batch=100, pp=1, tp=1)
+        for dtypes in ([], "bf16"):
+            with self.assertRaisesRegex(ValueError, "dtypes must be a sequence"):
+                plan("qwen3-30b-a3b", "H100", 8, global_batch=64, dtypes=dtypes)
         with self.assertRaisesRegex(ValueError, "load must have 128 entries.* got 3"):
             plan("qwen3-30b-a3b", "H100", 16, global_batch=512, ep=8, load=[1, 2, 3])
 

@@ -306,6 +306,10 @@ def experts(
     """
     if pass_ not in ("fwd", "bwd", "fwd+bwd"):
         raise ValueError(f"experts: pass_ must be fwd, bwd or fwd+bwd, got {pass_!r}")
+    if not (0 <= rows < math.inf and 0 < local < math.inf):
+        raise ValueError(
+            f"experts: rows must be at least 0 and local above 0, got {rows} and {local}"
+        )
     tokens = tokens or rows
     g = _Products(p, rows, local, kernel, dtype)
     t = _forward(g, rows, tokens, d, f) if "fwd" in pass_ else 0.0
@@ -320,6 +324,8 @@ def copy_cost(
     The expert's weights and gradient are sent; the token copy sends two rows each way and takes a
     row's share of forward and backward. Arguments as in :func:`experts`.
     """
+    if not rows > 0:
+        raise ValueError(f"copy_cost: rows must be above 0, got {rows}")
     near, size = ep <= (domain or p.device.domain), ITEMSIZE["bf16"]
     rate = p.device.fast * p.constants.fast
     if not near:

@@ -12,6 +12,7 @@ import math
 from typing import Any, Literal, NamedTuple, TYPE_CHECKING
 
 from torch.distributed._tools import moe_cost_model as cost
+from torch.distributed._tools.moe_arguments import check
 from torch.distributed._tools.moe_cpu_model import cpu_parts
 from torch.distributed._tools.moe_exchange_model import all_to_all
 from torch.distributed._tools.moe_simulator import (
@@ -208,6 +209,22 @@ def overlap_schedule(
     """The ``OverlapSchedule`` that is first in ``layer_chunks``."""
     from torch.distributed._moe.overlap_schedule import OverlapSchedule
 
+    names = {"experts": "num_experts"}
+    check(
+        "overlap_schedule",
+        names,
+        tokens=tokens,
+        d=d,
+        f=f,
+        experts=num_experts,
+        k=k,
+        ep=ep,
+    )
+    if k > num_experts or num_experts % ep:
+        raise ValueError(
+            "overlap_schedule: num_experts must be at least k and a multiple of ep, got "
+            f"{num_experts}, k = {k} and ep = {ep}"
+        )
     best = layer_chunks(p, tokens, d, f, num_experts, k, ep, **kw)[0]
     return OverlapSchedule(best.num_chunks, best.shared)
 

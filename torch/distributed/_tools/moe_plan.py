@@ -250,7 +250,11 @@ def plan(
         load = load.tolist()
     for x in load if load is not None else ():
         check("plan", load=x)
-    dtypes = tuple(dtypes) if dtypes else default_dtypes(p)
+    if isinstance(dtypes, str) or (dtypes is not None and not dtypes):
+        raise ValueError(
+            f"plan: dtypes must be a sequence of at least one dtype, got {dtypes!r}"
+        )
+    dtypes = default_dtypes(p) if dtypes is None else tuple(dtypes)
     search = Search(model, p, gpus, global_batch, seq, dtypes, exposed, traced, fixed)
     search.check()
     for dtype in (*dtypes, fixed.get("dtype", "bf16")):

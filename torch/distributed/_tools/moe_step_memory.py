@@ -10,6 +10,7 @@ from typing import cast, NamedTuple, TYPE_CHECKING
 import torch
 from torch import nn, Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.moe_arguments import check
 from torch.distributed._tools.moe_config import has_experts
 from torch.distributed._tools.moe_trace import (
     causal_loss,
@@ -188,9 +189,14 @@ def explain_memory(
             step needs no temporary tensors
 
     Raises:
-        ValueError: the model has no experts, or is called differently.
+        ValueError: the model has no experts, trains nothing, or is called differently.
     """
+    check("explain_memory", batch=batch, seq=seq)
     experts = [n for n, m in model.named_modules() if has_experts(m)]
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(
+            "explain_memory: model must have a parameter that requires a gradient"
+        )
     if not experts:
         raise ValueError(
             "explain_memory: model must have stacked weights of experts, (E, out, in), got none "
