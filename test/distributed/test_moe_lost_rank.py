@@ -81,10 +81,8 @@ def refused(placement, model, weights, loaded, seconds=5.0):
     raise AssertionError("went on without weights, or on half a node")
 
 
-def refused_old_weights(case, model, rank):
+def refused_old_weights(model, rank):
     """A recovered model has experts of its own, and what is written to the parameters does not reach them."""
-    if case != "copies":
-        return
     for name, parameter in model.named_parameters():
         if name.startswith("moe.0.w_"):
             parameter.mul_(0.5)
@@ -96,13 +94,17 @@ def refused_old_weights(case, model, rank):
     raise AssertionError("it served the experts from before")
 
 
-def refused_training(model, rank):
+def refused_training(case, model, rank):
+    """The error of a forward with gradients; in one case experts are written afterwards."""
+    text = ""
     try:
         with torch.enable_grad():
             model(batch(2, rank))
     except RuntimeError as error:
-        return str(error)
-    return ""
+        text = str(error)
+    if case == "copies":
+        refused_old_weights(model, rank)
+    return text
 
 
 def refused_unreadable(case, placement, model, loaded):
@@ -194,14 +196,12 @@ def _serve(rank, port, case):
     recovery = placement.recover(model, weights, seconds=5.0)
     # The batch that failed, and others.
     same(model, whole, range(2, 5), rank)
-    placement.load_state_dict(
-        state
-    )  # plans need weights at home, which no layer has any more
+    # Plans need weights at home, which no layer has any more.
+    placement.load_state_dict(state)
     placement.loads = torch.arange(2.0 * E).view(2, E).double()
     placement._plan()
     same(model, whole, range(2, 4), rank)
-    trains = refused_training(model, rank)
-    refused_old_weights(case, model, rank)
+    trains = refused_training(case, model, rank)
     again = failed_again = None
     if case == "two":
         if rank == 1:
