@@ -394,7 +394,7 @@ def inverse_order_of_descending_argsort(m, x, ids, weights):
 def weights_of_one_slot_for_all_tokens(m, x, ids, weights):
     # (T, 1, D) * (T, 1) is (T, T, D).
     _, perm, offs = in_order(ids[:, :1])
-    rows = by_slot(mlp(m, x[perm], offs), perm).view(-1, 1, D)
+    rows = by_slot(mlp(m, x[perm // 1], offs), perm).view(-1, 1, D)
     return (rows * weights[:, :1]).sum(1)
 
 
