@@ -1,6 +1,7 @@
 # Owner(s): ["module: nn"]
 """Recording and replaying the choices of experts: weights, gradients, records and errors."""
 
+import copy
 import functools
 import io
 import pickle
@@ -515,6 +516,8 @@ class TestMoeReplay(TestCase):
             expected = model(x)
         self.assertEqual(model(x), expected)
         nn.utils.parametrize.remove_parametrizations(model[0], "w_in")
+        with record_routing(model):
+            self.assertIs(type(copy.deepcopy(model)[2]), nn.MoE)
         with record_routing(model) as record:
             self.assertEqual(model(x), expected)
         self.assertEqual(record.keys(), {"0", "2"})

@@ -366,10 +366,8 @@ def _is_token_weights(node: Any, block: Block) -> bool:
 def _slot_weights(node: Any, block: Block, in_slots: bool, cube: bool) -> Any:
     """Router weights (R) or (T, K) in slot order of which node is a column."""
     node = uncast(node)
-    if (
-        cube
-    ):  # (T, K, 1); without the first dimension it would be repeated for each token
-        if rank(node) != 3:
+    if cube:  # (T, K, 1)
+        if rank(node) != 3:  # of fewer dimensions it would be repeated for each token
             return None
         while op_name(node) == "expand":
             node = node.args[0]

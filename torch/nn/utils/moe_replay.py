@@ -104,9 +104,17 @@ def _set_contexts(module: Module, thread: int, contexts: tuple[str, ...]) -> Non
 
 @functools.cache
 def _class_in(base: type[Module], contexts: tuple[str, ...]) -> type[Module]:
-    names = ("__module__", "__qualname__", "__doc__")
-    same = {name: getattr(base, name) for name in names}
-    return type(base.__name__, (base,), {**same, "_class_outside": base})
+    class Inside(base):
+        _class_outside = base
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            # A copy, also in another process, is outside.
+            make, args, *state = super().__reduce_ex__(protocol)
+            return make, tuple(base if a is Inside else a for a in args), *state
+
+    for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+        setattr(Inside, name, getattr(base, name))
+    return Inside
 
 
 def _checkpoints() -> list[Any]:
