@@ -124,7 +124,14 @@ class Checkout:
 
     def edits(self) -> list[str]:
         """Files of the work tree that differ from its commit, or are untracked."""
-        out = self.git.run("status", "--porcelain", "-z", "--untracked-files=all")
+        status = (
+            "status",
+            "--porcelain",
+            "-z",
+            "--no-renames",
+            "--untracked-files=all",
+        )
+        out = self.git.run(*status)
         return sorted({entry[3:] for entry in out.split("\0") if entry})
 
     def commits(self, tip: str = "HEAD") -> list[tuple[str, str, str]]:
@@ -304,7 +311,10 @@ class Checkout:
         path = self.path / name
         if not self.git.has(f"{commit}:{name}"):
             return not path.exists()
-        if not path.is_file():
+        if not path.is_file() or path.is_symlink():
+            return False
+        mode = self.git.run("ls-tree", commit, "--", f":(literal){name}").split()[0]
+        if (mode == "100755") != os.access(path, os.X_OK):
             return False
         return self.git.run_bytes("show", f"{commit}:{name}") == path.read_bytes()
 

@@ -476,7 +476,13 @@ def drift(
 
 @cli.command()
 @click.argument("name", metavar="PR", required=False)
-@_series_option
+@click.option(
+    "--series",
+    "names",
+    multiple=True,
+    metavar="NAME",
+    help="All PRs of this series of series.toml (repeatable).",
+)
 @click.option("--title", is_flag=True, help="Print the title only.")
 @click.option(
     "--out",

@@ -9,6 +9,7 @@ Everything is computed before the first file of the repository is written.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
@@ -66,9 +67,16 @@ def collect(
     expected = [pr.name for pr in stack.prs]
     found = [name for _, name, _ in commits]
     if found != expected:
+        missing = [name for name in expected if name not in found]
+        extra = [
+            name for name in found if name not in expected or found.count(name) > 1
+        ]
+        places = zip(found, expected)
+        odd = next((f"{a} in place of {b}" for a, b in places if a != b), "")
         raise StageError(
-            f"build/checkout has commits for {', '.join(found) or 'no PR'}; "
-            f"{SERIES_FILE} has {', '.join(expected)}",
+            f"build/checkout has other commits than {SERIES_FILE} has PRs; missing: "
+            f"{', '.join(missing) or 'none'}; too many: {', '.join(extra) or 'none'}; first "
+            f"difference: {odd or 'behind the last common one'}",
             hint="one commit per PR, in that order",
         )
     exported, owner = Exported(), {}
@@ -97,6 +105,15 @@ def collect(
         if pr.upstream and patch:
             diff = patchfile.merge(diff, patch.only(pr.upstream_paths).diff)
         text = patchfile.render(message, diff, stack.author)
+        again = patchfile.parse(text)
+        if patchfile.render(again.message, again.diff, stack.author) != text or (
+            again.message.split() != message.split()
+        ):
+            raise StageError(
+                f"{name}: its message has a line '---' or 'diff --git', or two lines of title "
+                "without a blank one behind, and git am would drop what follows",
+                hint="git commit --amend, or git rebase -i, in build/checkout",
+            )
         exported.patches[pr.patch_path] = text
     return exported
 
@@ -112,8 +129,9 @@ def write(exported: Exported, stack: Stack) -> list[str]:
         if write_if_changed(stack.root / path, text):
             changed.append(path)
     for path, (data, executable) in exported.files.items():
-        if write_if_changed(stack.root / path, data):
-            (stack.root / path).chmod(0o755 if executable else 0o644)
+        wrote, target = write_if_changed(stack.root / path, data), stack.root / path
+        if wrote or os.access(target, os.X_OK) != executable:
+            target.chmod(0o755 if executable else 0o644)
             changed.append(path)
     for path in sorted({f for pr in stack.prs for f in pr.files} - set(exported.files)):
         (stack.root / path).unlink(missing_ok=True)
@@ -349,6 +367,8 @@ def _changes(git: GitRepo, commit: str) -> list[tuple[str, str]]:
 
 def _contents(git: GitRepo, commit: str, path: str) -> tuple[bytes, bool]:
     mode = git.run("ls-tree", commit, "--", path).split()[0]
+    if mode not in ("100644", "100755"):
+        raise StageError(f"{path}: a symlink or a submodule, which does not land")
     return git.run_bytes("show", f"{commit}:{path}"), mode == "100755"
 
 
@@ -366,6 +386,8 @@ def _check_owner(stack: Stack, name: str, path: str) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
+    if source.is_symlink():
+        raise StageError(f"{source.name}: a symlink, which does not land")
     if not source.exists():
         target.unlink(missing_ok=True)
         return
@@ -386,7 +408,8 @@ def _rebase_conflict(scratch: Checkout, stack: Stack, name: str) -> StageError:
     return StageError(
         f"the edits do not fit into {name}: {other} changes the same lines of "
         f"{', '.join(files) or 'a file'}",
-        hint=f"refresh {other} instead, or edit torch_patches/{name}.patch by hand",
+        hint=f"refresh {other} instead; or commit it in build/checkout with git commit --fixup "
+        f"<commit of {name}>, git rebase -i --autosquash, resolve, and tools/stage.py export",
     )
 
 

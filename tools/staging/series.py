@@ -244,7 +244,9 @@ class Stack:
                     raise StageError(
                         f"{later.patch_path}: its edits are not in {path}, a new file of "
                         f"{pr.name}",
-                        hint="the tree has the file as the whole stack leaves it",
+                        hint=f"the edit is inside lines of {later.name}, or beside them. Take it "
+                        f"to the checkout: cp {path} build/checkout/{path} && git checkout {path} "
+                        f"&& tools/stage.py refresh {later.name}",
                     )
                 found[path] = data
         return found
@@ -407,7 +409,7 @@ def _import_problems(stack: Stack) -> Iterator[str]:
         try:
             files = stack.originals(pr)
         except StageError as error:
-            yield error.message
+            yield f"{error.message}; fix: {error.hint}" if error.hint else error.message
             continue
         for path, text in files.items():
             for found in _imported(text, path, owners):

@@ -1,5 +1,7 @@
 """export, refresh, verify: patches and commits are two forms of one thing."""
 
+import os
+
 import pytest
 from conftest import FIRST_FILE
 
@@ -101,6 +103,55 @@ def test_refresh_takes_new_and_edited_new_files(exported, console):
     assert pr.tests == ("test/test_other.py",)
     assert "# edited\n" == (exported.workspace.checkout / "torch/nn/moe.py").read_text()
     exported.setup()
+
+
+def test_refresh_takes_a_mode_alone(exported, console):
+    (exported.workspace.checkout / "torch/nn/moe.py").chmod(0o755)
+    assert refresh(exported, "100", console) == ["torch/nn/moe.py"]
+    assert os.access(exported.root / "torch/nn/moe.py", os.X_OK)
+    exported.setup()
+    assert os.access(exported.workspace.checkout / "torch/nn/moe.py", os.X_OK)
+
+
+def test_refresh_takes_a_staged_rename(exported, console):
+    exported.checkout().git.run("mv", "torch/nn/moe.py", "torch/nn/other.py")
+    refresh(exported, "100", console)
+    assert exported.stack.get("100").files == ("torch/nn/other.py",)
+    assert not (exported.root / "torch/nn/moe.py").exists()
+
+
+def test_links_do_not_land(exported, console):
+    before = snapshot(exported)
+    (exported.workspace.checkout / "torch/nn/link.py").symlink_to("functional.py")
+    with pytest.raises(StageError, match="link.py: a symlink"):
+        refresh(exported, "110", console)
+    git = exported.checkout().git
+    git.run("add", "-A")
+    git.run("commit", "-q", "--amend", "--no-edit")
+    with pytest.raises(StageError, match="torch/nn/link.py: a symlink"):
+        export.export(exported.checkout(), exported.stack)
+    assert snapshot(exported) == before
+
+
+@pytest.mark.parametrize(
+    "message",
+    ["title\n\nbefore\n\n---\n\nafter", "one\ntwo", "title\n\ndiff --git a/x b/x"],
+)
+def test_message_that_git_am_would_cut(exported, message):
+    before = snapshot(exported)
+    git = exported.checkout().git
+    git.run("commit", "-q", "--amend", "-m", f"{message}\n\nStaged-PR: 110-second")
+    with pytest.raises(StageError, match="110-second: its message has a line '---'"):
+        export.export(exported.checkout(), exported.stack)
+    assert snapshot(exported) == before
+
+
+def test_squashed_commits(exported):
+    git = exported.checkout().git
+    git.run("reset", "-q", "--soft", "HEAD~2")
+    git.run("commit", "-q", "-m", "both\n\nStaged-PR: 100-first")
+    with pytest.raises(StageError, match="missing: 110-second; too many: none"):
+        export.export(exported.checkout(), exported.stack)
 
 
 def test_refresh_refuses_a_file_of_another_pr(exported, console):
@@ -246,8 +297,9 @@ def test_refresh_of_a_new_file_of_two_prs(edited_by_second, console, name, value
 def test_edit_of_a_new_file_that_is_not_in_it(edited_by_second):
     edited_by_second.write("torch/nn/moe.py", FIRST_FILE)
     message = "110-second.patch: its edits are not in torch/nn/moe.py"
-    with pytest.raises(StageError, match=message):
+    with pytest.raises(StageError, match=message) as failure:
         edited_by_second.setup()
+    assert "tools/stage.py refresh 110-second" in failure.value.hint
 
 
 def test_edit_of_a_new_file_of_a_series_that_is_not_below(edited_by_second):
