@@ -144,6 +144,14 @@ class TestMoeQuantize(TestCase):
             offs = torch.tensor(ends, dtype=torch.int32)
             self.check(backend, x, recipe, dim=0, offs=offs)
             self.check(backend, x.t().contiguous().t(), recipe, dim=0, offs=offs)
+        # NaN of an expert does not reach the rows that belong to none.
+        for place in (2, 250):
+            x[place] = torch.nan
+            offs = torch.tensor([5, 280], dtype=torch.int32)
+            self.check(backend, x, recipe, dim=0, offs=offs)
+            data, _ = quantize(backend, x, recipe, dim=0, offs=offs)
+            self.assertEqual(data[280:].double().abs().max(), 0)
+        x = wild(300, 70)
         # An expert's codes do not depend on where it begins.
         part = quantize(backend, x[5:133], recipe, dim=0)[0]
         offs = torch.tensor([5, 133, 300], dtype=torch.int32)

@@ -289,11 +289,16 @@ def _problems(report: KernelReport) -> list[str]:
 
 
 def _sources(kernels: Iterable[Any]) -> Iterator[ast.AST]:
-    """Sources of the kernels, of the functions that they call in any file, and of constants."""
+    """Sources of the kernels, of the functions that they call in any file, and of constants.
+
+    Not those of Triton itself, whose version a record has beside the hash.
+    """
     seen: dict[str, ast.AST] = {}
     todo = list(kernels)
     while todo:
         function = todo.pop().fn
+        if function.__module__.startswith("triton."):
+            continue
         key = f"{function.__module__}.{function.__name__}"
         if key in seen:
             continue

@@ -24,13 +24,16 @@ from triton_interpreter import (
 
 import torch
 from torch._native.ops.moe.triton_kernels import launch, scaled_launch
-from torch._native.ops.moe.triton_kernels.configs import KERNELS, TileConfig
+from torch._native.ops.moe.triton_kernels.configs import KERNELS, TABLES, TileConfig
 from torch._native.ops.moe.triton_kernels.experts import (
     Activation,
     GATED_ACTIVATIONS,
     PLAIN_ACTIVATIONS,
 )
-from torch._native.ops.moe.triton_kernels.scaled_configs import SCALED_KERNELS
+from torch._native.ops.moe.triton_kernels.scaled_configs import (
+    SCALED_KERNELS,
+    SCALED_TABLES,
+)
 from torch._native.ops.moe.triton_kernels.scaled_operands import Recipe, ScaledExperts
 from torch.nn.functional import ScalingType
 from torch.testing._internal.common_moe import (
@@ -200,6 +203,26 @@ class TestMoeScaledTriton(TestCase):
         ):
             if a.dim() != 2 or a.shape != ops.topk_weights.shape:
                 self.assertTrue(torch.equal(a, b))
+
+    @parametrize(
+        "arch,recipe,hidden,interleaved,split",
+        [
+            # As gpt-oss's 2880, 64 more than a multiple of 128.
+            subtest(("sm_90", "fp8", 64, True, False), name="sm_90_fp8_64"),
+            slow_subtest(("sm_100", "fp8", 192, True, False), "sm_100_fp8_192"),
+            subtest(("sm_100", "mx", 96, False, False), name="sm_100_mx_96"),
+            slow_subtest(("sm_100", "mx", 80, False, True), "sm_100_mx_80_split"),
+        ],
+    )
+    def test_blocks_past_the_end(self, arch, recipe, hidden, interleaved, split):
+        """The last tile of a row has whole scale blocks past the end: they are nobody's."""
+        plan = launch.LaunchPlan({**TABLES[arch], **SCALED_TABLES[arch]}, num_sms=132)
+        shape = {"num_tokens": 40, "dim": 128, "num_experts": 2, "top_k": 2}
+        ops = make_operands(hidden=hidden, split=split, **shape)
+        act = Activation("swiglu", gate_interleaved=interleaved)
+        for seed in range(3):
+            with shuffled_programs(seed):
+                self.check_memory(ops, recipe, act, plan=plan)
 
     @parametrize("activation", [*GATED_ACTIVATIONS, *PLAIN_ACTIVATIONS])
     def test_activations(self, activation):

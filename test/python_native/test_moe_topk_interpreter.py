@@ -219,11 +219,31 @@ class TestMoeTopk(CheckedMemory, TestCase):
         self.assertEqual(indices, expected[0])
         self.assertEqual(weights, expected[1])
 
-    def test_sanitizer_finds_a_wrong_index(self):
-        logits = torch.randn(4, 8)
-        indices = torch.full((4, 2), 8 * 4)
+    def test_bias_beyond_int32(self):
+        with DeterministicGuard(False):
+            storage = torch.empty(300 << 23, dtype=torch.float16)
+        bias = storage.as_strided((300,), (1 << 23,)).copy_(torch.randn(300))
+        logits = torch.randn(2, 300)
+        found = topk.moe_topk(logits, 3, bias)
+        expected = F.moe_topk(logits, 3, bias=bias.clone())
+        self.assertEqual(found, expected)
+
+    def test_gradient_of_no_expert(self):
+        """It reads nothing before or behind a row."""
+        logits = torch.randn(5, 8)
+        cotangent = torch.randn(5, 2)
+        ids = torch.tensor([[0, 1]] * 5)
+        for bad in (-1, 8):
+            ids[2] = torch.tensor([bad, 3])
+            grad = topk.moe_topk_backward(cotangent, logits, ids, normalize=False)
+            alone = topk.moe_topk_backward(
+                cotangent[:, 1:], logits, ids[:, 1:], normalize=False
+            )
+            self.assertEqual(grad[2], alone[2], atol=0, rtol=0)
+
+    def test_sanitizer_finds_a_short_bias(self):
         with self.assertRaisesRegex(InterpreterError, "out of bounds"):
-            topk.moe_topk_backward(torch.randn(4, 2), logits, indices)
+            topk.moe_topk(torch.randn(4, 8), 2, torch.randn(7))
 
 
 @triton.jit

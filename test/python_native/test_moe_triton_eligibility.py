@@ -336,6 +336,11 @@ class TestEligibility(EligibilityTestCase):
         ):
             self.check_error(*args, op="_moe_topk_backward")
         self.assertIn("dtype", reason(torch.zeros(3, 2).half(), logits, indices))
+        self.assertIn("no chosen", reason(torch.zeros(3, 0), logits, indices[:, :0]))
+        for i in range(2):
+            args = [torch.zeros(3, 2), logits, indices]
+            args[2 * i] = args[2 * i].to("meta")
+            self.check_error(*args, op="_moe_topk_backward")
 
     def test_copy_on_write(self):
         args = self.args()

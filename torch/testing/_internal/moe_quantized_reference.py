@@ -110,7 +110,8 @@ def moe_quantize_reference(
         byte[..., place] = _bytes_of(amax, largest)
         places[begin:end], is_live[begin:end] = place, True
     # Codes of rows after the last expert are 0.
-    scaled = _scaled(torch.where(is_live, x, 0), byte[..., places])
+    spread = torch.where(is_live, byte[..., places], 0)
+    scaled = _scaled(torch.where(is_live, x, 0), spread)
     data = _nearest_codes(scaled, dtype)
     return data.movedim(-1, dim), _as_scale(byte, kind).movedim(-1, dim)
 

@@ -177,8 +177,9 @@ Quantized quantize_composite(
   // The scaled dimension is the dense one of both results: what GEMMs of FP8 read.
   auto x = self.movedim(dim, -1).contiguous().to(kFloat);
   const int64_t length = x.size(-1);
+  Tensor is_live;
   if (offs.defined()) {
-    const auto is_live = at::arange(length, offs.options()).lt(offs.narrow(0, offs.size(0) - 1, 1));
+    is_live = at::arange(length, offs.options()).lt(offs.narrow(0, offs.size(0) - 1, 1));
     x = at::where(is_live, x, 0);
   }
   const auto place = scale_places(rule, length, offs, x.options());
@@ -192,7 +193,12 @@ Quantized quantize_composite(
     amax = amax.scatter_reduce(-1, place.expand(x.sizes()), magnitude_bits(x), "amax");
   }
   const auto byte = scale_bytes(amax, dtype);
-  const auto data = round_data(x, byte.index_select(-1, place), dtype);
+  auto spread = byte.index_select(-1, place);
+  if (is_live.defined()) {
+    // Rows behind the last expert read its scale, which may be NaN.
+    spread = at::where(is_live, spread, 0);
+  }
+  const auto data = round_data(x, spread, dtype);
   return {data.movedim(-1, dim), as_scale(byte, rule).movedim(-1, dim)};
 }
 

@@ -133,6 +133,8 @@ void check_moe_topk_backward(
       moe::shape_string(topk_indices.sym_sizes()));
   moe::check_shape(
       op, "grad_weights", grad_weights, "(T, K)", topk_indices.sym_sizes());
+  moe::check_placement(op, "topk_indices", topk_indices, "logits", logits);
+  moe::check_placement(op, "grad_weights", grad_weights, "logits", logits);
 }
 
 namespace {

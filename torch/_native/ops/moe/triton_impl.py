@@ -53,6 +53,8 @@ _ALIGNMENT = 16
 INT32_MAX = 2**31 - 1
 # No tile is higher or wider; offsets within one are int32.
 _MAX_BLOCK = 256
+# A tile spans at most int32, and a grid has at most 65535 blocks of 128 columns along y.
+_MAX_COLUMNS = min(INT32_MAX // _MAX_BLOCK, 65535 * 128)
 # Most slots and rows. Their blocks may reach past the last one and are counted in int32.
 MAX_ROWS = INT32_MAX - 4096
 
@@ -163,6 +165,8 @@ def topk_backward_reason(
     """Why Triton cannot run ``_moe_topk_backward`` on these arguments, or None."""
     if grad_weights.dtype != torch.float32:
         return f"grad_weights has dtype {grad_weights.dtype}"
+    if topk_indices.shape[1] == 0:
+        return "there is no chosen expert"
     reason = topk_reason(logits, topk_indices.shape[1], memory=memory)
     return reason or device_reason((logits, grad_weights, topk_indices), memory)
 
@@ -205,8 +209,8 @@ def shape_reason(experts: Experts) -> str | None:
         return "more slots or rows than int32 can count"
     if D == 0 or F == 0 or D % _ALIGNMENT or F % _ALIGNMENT:
         return f"D = {D} or F = {F} is not a positive multiple of {_ALIGNMENT}"
-    if _MAX_BLOCK * max(D, experts.width) > INT32_MAX:
-        return f"D = {D} or F = {F}: a tile spans more than int32 can count"
+    if max(D, experts.width) > _MAX_COLUMNS:
+        return f"D = {D} or F = {F}: a tile or a grid has more than it can count"
     if "w_up" in weights:
         if (weights["w_up"].stride(2) == 1) != (weights["w_in"].stride(2) == 1):
             return "w_in and w_up are contiguous in different dimensions"

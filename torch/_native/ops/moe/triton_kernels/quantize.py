@@ -227,7 +227,8 @@ def _matrices(
             sizes.append(size)
             strides.append(stride)
     if len(sizes) > 2:
-        return _matrices(x.contiguous())
+        # Not contiguous(): without elements it returns x, whatever its strides.
+        return _matrices(x.clone(memory_format=torch.contiguous_format))
     missing = 2 - len(sizes)
     return x, [1] * missing + sizes, [0] * missing + strides
 

@@ -114,13 +114,12 @@ def _store_grad(
             )
             mask = tile_mask(first_row, row_end, col, length, EVEN_N, M, N)
             tl.store(ptrs, q, mask=mask)
-        rows = tl.arange(0, M)
-        blocks = tl.cdiv(length, BLOCK)
-        row_blocks = HALVES * blocks
-        ptrs = scale + first_row.to(tl.int64) * row_blocks
-        ptrs += half * blocks + first_col // BLOCK
-        value = as_scale(byte, scale.dtype.element_ty)
-        tl.store(ptrs + rows * row_blocks, value, mask=first_row + rows < row_end)
+        blocks, block = tl.cdiv(length, BLOCK), first_col // BLOCK
+        ptrs = row_tile(scale, first_row, half * blocks + block, HALVES * blocks, M, 1)
+        value = as_scale(byte, scale.dtype.element_ty)[:, None]
+        # The last tile of a row may have whole blocks past the end.
+        mask = tile_mask(first_row, row_end, block, blocks, EVEN_N, M, 1)
+        tl.store(ptrs, value, mask=mask)
 
 
 @triton.jit

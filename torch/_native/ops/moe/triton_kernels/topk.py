@@ -128,7 +128,7 @@ def topk_kernel(
     top, total = _row_statistics(x, SOFTMAX)
     choice = _score(x, top, total, SOFTMAX)
     if HAS_BIAS:
-        b = tl.load(bias + expert * stride_bias, mask=real, other=0.0)
+        b = tl.load(bias + expert.to(tl.int64) * stride_bias, mask=real, other=0.0)
         choice += b[None, :].to(tl.float32)
     packed = tl.where(real[None, :], _pack(choice, expert[None, :], num_experts), _NONE)
     if NUM_GROUPS > 1:
@@ -186,8 +186,9 @@ def topk_backward_kernel(
     k = tl.arange(0, BLOCK_K)[None, :]
     mask = in_range[:, None] & (k < TOP_K)
     slot = t[:, None].to(tl.int64) * TOP_K + k
-    # -1 is no expert and gets no gradient.
+    # -1, also of padded lanes, is no expert and gets no gradient.
     index = tl.load(topk_indices + slot, mask=mask, other=-1).to(tl.int32)
+    mask &= (index >= 0) & (index < num_experts)
     chosen_x = tl.load(row + index, mask=mask, other=0.0).to(tl.float32)
     s = tl.where(mask, _score(chosen_x, top, total, SOFTMAX), 0.0)
     grad = tl.load(grad_weights + slot, mask=mask, other=0.0).to(tl.float32) * scale
