@@ -174,7 +174,17 @@ class TestMoeCheckpoints(TestCase):
     def test_refused(self):
         data, ones = int8(E, 32, 64), torch.ones(E, 32, 1)
         words = packed(torch.zeros(E, 32, 64))
-        exponents, zeros = ones.byte(), packed(torch.zeros(E, 4, 8))
+        exponents = ones.byte()
+        # Packed along the rows; the last word of 12 rows is padded with 0, which means -8.
+        zeros = packed(torch.zeros(E, 1, 32)).mT
+        few = packed(torch.zeros(E, 1, 16)).mT.clone()
+        few[:, 1] &= 0xFFFF
+        from_compressed_tensors(
+            words[:, :12].contiguous(),
+            ones[:, :12],
+            weight_shape=(12, 64),
+            weight_zero_point=few,
+        )
         shape = {"weight_shape": (32, 64)}
         columns = torch.arange(64).expand(E, 64)
         from_compressed_tensors(
@@ -187,6 +197,7 @@ class TestMoeCheckpoints(TestCase):
         for message, call in (
             ("zero points must be 0", lambda: from_compressed_tensors(data, ones, weight_zero_point=ones)),
             ("zero points must be 0", lambda: from_compressed_tensors(words, ones, **shape, weight_zero_point=zeros * 0)),
+            ("zero points must be 0", lambda: from_compressed_tensors(words, ones, **shape, weight_zero_point=zeros + 16)),
             ("weight_g_idx must be -1", lambda: from_compressed_tensors(words, ones, **shape, weight_g_idx=columns)),
             ("exponents in uint8, got", lambda: from_compressed_tensors(data.view(torch.uint8), ones)),
             ("exponents in uint8, got", lambda: from_compressed_tensors(fp8(E, 32, 64), exponents)),

@@ -5,6 +5,7 @@ import copy
 import functools
 import io
 import pickle
+import types
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
@@ -509,24 +510,57 @@ class TestMoeReplay(TestCase):
                 compiled(x)
             self.assertEqual(found, record)
         self.assertEqual(counter.frame_count, 4)
-        self.assertIs(type(model[0]), Uncounted)
+        self.assertNotIn("forward", vars(model[0]))
 
-    def test_class_inside(self):
-        """The class inside of a context is a detail: nothing of the module seems to change."""
+    def test_what_changes_inside(self):
+        """A context ends as it began, whatever happened to the routers inside."""
         model, x = make_layers(), torch.randn(6, D)
-        text = repr(model)
+        before, text = [vars(module).keys() for module in model], repr(model)
+        add = nn.utils.parametrize.register_parametrization
+        remove = nn.utils.parametrize.remove_parametrizations
         with record_routing(model):
-            self.assertEqual(repr(model), text)
-            self.assertIsInstance(model[0], Uncounted)
-            nn.utils.parametrize.register_parametrization(model[0], "scale", nn.Tanh())
+            self.assertEqual((repr(model), type(model[0])), (text, Uncounted))
+            add(model[0], "scale", nn.Tanh())
             expected = model(x)
         self.assertEqual(model(x), expected)
-        nn.utils.parametrize.remove_parametrizations(model[0], "scale")
-        with record_routing(model):
-            self.assertIs(type(copy.deepcopy(model)[2]), Uncounted)
         with record_routing(model) as record:
+            add(model[2], "scale", nn.Identity())
+            remove(model[0], "scale")
             self.assertEqual(model(x), expected)
+        remove(model[2], "scale")
         self.assertEqual(record.keys(), {"0", "2"})
+        self.assertEqual(model(x), expected)
+        self.assertEqual([vars(module).keys() for module in model], before)
+
+    @parametrize("compiles", [False, True])
+    def test_own_forward(self, compiles):
+        """Of a router whose forward was replaced, before or inside; copies call their own."""
+        model, x = make_layers(), torch.randn(6, D)
+
+        def doubled(self, *args, **kwargs):
+            output = Uncounted.forward(self, *args, **kwargs)
+            return (2 * output[0], *output[1:]) if type(output) is tuple else 2 * output
+
+        own = model[0].forward = types.MethodType(doubled, model[0])
+        run = torch.compile(model, backend="eager") if compiles else model
+        expected = run(x)
+        with record_routing(model) as record:
+            self.assertEqual(run(x), expected)
+        with replay_routing(model, record):
+            self.assertEqual(run(x), expected)
+            with record_routing(model) as again:
+                self.assertEqual(run(x), expected)
+            other = copy.deepcopy(model[0])
+            other.scale.data.zero_()
+        self.assertEqual((record.keys(), again), ({"0", "2"}, record))
+        self.assertIs(vars(model[0])["forward"], own)
+        for hooks in (other._forward_hooks, other._forward_pre_hooks):
+            hooks.clear()
+        self.assertEqual(other(x), 2 * x)
+        with replay_routing(model, record):
+            inner = model[2].forward
+            model[2].forward = lambda *args, **kwargs: inner(*args, **kwargs)
+        self.assertEqual(run(x), expected)
 
     def test_errors(self):
         model, x = make_model(), torch.randn(3, D)

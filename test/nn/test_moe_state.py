@@ -145,7 +145,16 @@ class TestMoeState(TestCase):
 
     def test_errors(self):
         state = make().state_dict()
-        for bad in ([], [E], [-1], torch.arange(E) < 2, [True] * E, [0.0]):
+        for bad in (
+            [],
+            [E],
+            [-1],
+            torch.arange(E) < 2,
+            [True] * E,
+            [0.0],
+            [[0, 1]],
+            [1j],
+        ):
             with self.assertRaisesRegex(ValueError, r"be ids in \[0, E\) = \[0, 6\)"):
                 select_experts(state, bad)
         for bad in ([], [[]], [[0], [6]]):

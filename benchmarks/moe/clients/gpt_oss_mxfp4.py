@@ -81,9 +81,16 @@ class Mxfp4Experts(nn.Module):
             )
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
-    def _load_from_state_dict(self, *args, **kwargs):
-        self.is_packed = False
-        super()._load_from_state_dict(*args, **kwargs)
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        names = [n for n in self._parameters if not n.endswith("_bias")]
+        missing = [n for n in names if prefix + n not in state_dict]
+        if self.is_packed and 0 < len(missing) < len(names):
+            raise RuntimeError(
+                f"{prefix[:-1]} is packed, and takes blocks and scales all at once; missing are {missing}"
+            )
+        if not missing:
+            self.is_packed = False
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, hidden_states, router_indices=None, routing_weights=None):
         """(T, D) tokens, (T, K) expert ids and (T, K) weights -> (T, D)."""
@@ -98,7 +105,8 @@ class Mxfp4Experts(nn.Module):
             recipe_a=[_RECIPE] if self.int8_rows else [], recipe_w=[_RECIPE],
             swizzle_w=[2] if self.is_packed else [], activation="swiglu_oai",
             gate_interleaved=True, alpha=self.alpha, limit=self.limit,
-            compute_preact=torch.is_grad_enabled(),
+            # Without gradients with int8 rows.
+            compute_preact=torch.is_grad_enabled() and not self.int8_rows,
         )[0]  # fmt: skip
 
 

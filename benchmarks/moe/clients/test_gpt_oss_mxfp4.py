@@ -114,6 +114,17 @@ class TestGptOssMxfp4(TestCase):
             self.assertEqual(self.logits(model), expected)
             pack(model)
 
+        # A part of a checkpoint that has no experts, and one that has half of them.
+        rest = {k: v for k, v in self.state.items() if ".experts." not in k}
+        model.load_state_dict(rest, strict=False)
+        self.assertEqual(self.logits(model), expected)
+        half = {k: v for k, v in self.state.items() if "gate_up_proj" in k}
+        with self.assertRaisesRegex(
+            RuntimeError, "all at once; missing are .'down_proj"
+        ):
+            model.load_state_dict(half, strict=False)
+        self.assertEqual(self.logits(model), expected)
+
     @parametrize("packed", [False, True])
     def test_gradients_of_the_rest(self, packed):
         """Embeddings, attention and the router train beside frozen experts."""

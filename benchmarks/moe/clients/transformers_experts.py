@@ -30,7 +30,7 @@ from packages import require_transformers
 
 import torch.nn.functional as F
 from torch import nn, Tensor
-from torch.nn.utils import moe_lora
+from torch.nn.utils import moe_lora, moe_replay
 
 
 class _Within:
@@ -225,6 +225,8 @@ def _reaches(module: nn.Module) -> bool:
     Hooks of accelerate and add_lora replace an instance's, and call it.
     """
     forward = vars(module).get("forward")
+    if getattr(forward, "__func__", None) is moe_replay._forward:
+        forward = vars(module).get("_forward_outside")
     if forward is None:
         return True
     forward = vars(module).get("_old_forward", forward)

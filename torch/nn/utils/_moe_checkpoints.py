@@ -115,7 +115,10 @@ def from_compressed_tensors(
     words = weight.dtype == torch.int32
     if words and weight_zero_point is not None:
         if weight_zero_point.dtype == torch.int32:
-            weight_zero_point = weight_zero_point.view(torch.uint8) != 0x88
+            # (E, ceil(N / 8), groups): eight rows in a word, and no row is 0.
+            shifts = 4 * torch.arange(8, device=weight_zero_point.device)
+            rows = (weight_zero_point.unsqueeze(2) >> shifts.view(8, 1)) & 15
+            weight_zero_point = rows.flatten(1, 2)[:, : weight.shape[1]] - 8
     _check_zero_point(name, weight_zero_point)
     if weight_g_idx is not None and bool((weight_g_idx >= 0).any()):
         raise ValueError(

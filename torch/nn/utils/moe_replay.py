@@ -11,13 +11,13 @@ A router here is any module whose ``forward`` has the keyword arguments of :clas
 tokens, ``(*, D)``. The output may be anything.
 """
 
-import functools
 import inspect
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, ExitStack
+from types import MethodType
 from typing import Any
 
 import torch
@@ -36,10 +36,11 @@ def _routers(model: Module) -> dict[str, Module]:
     found = {}
     for name, module in model.named_modules():
         # Also check the class's forward: a replacement on the instance, as of add_lora, may take anything.
+        own = vars(module).get("_forward_outside", module.forward)
         if any(
             {"need_routing", "topk_indices"}
             <= inspect.signature(forward).parameters.keys()
-            for forward in (module.forward, type(module).forward)
+            for forward in (own, type(module).forward)
         ):
             parts = (part for part in name.split(".") if part not in _WRAPPERS)
             found[".".join(parts)] = module
@@ -88,33 +89,36 @@ def _of_one_thread(routers: Iterable[Module], context: str) -> Iterator[None]:
 
 
 def _set_contexts(module: Module, thread: int, contexts: tuple[str, ...]) -> None:
-    """Also gives ``module`` a class of its contexts.
+    """Also gives ``module`` a forward of its own inside of contexts.
 
-    Dynamo guards the class of a module, but not that it has no hooks: inside a context it would run
+    Dynamo guards that a module has none, but not that it has no hooks: inside a context it would run
     what was compiled outside.
     """
-    base = vars(type(module)).get("_class_outside", type(module))
+    own = vars(module)
+    ours = getattr(own.get("forward"), "__func__", None) is _forward
     if contexts:
         _contexts[module] = thread, contexts
-        module.__class__ = _class_in(base, contexts)
-    else:
-        _contexts.pop(module, None)
-        module.__class__ = base
+        own["_replay_contexts"] = " ".join(contexts)
+        if not ours:
+            if "forward" in own:  # of add_lora or accelerate
+                own["_forward_outside"] = own["forward"]
+            own["forward"] = MethodType(_forward, module)
+        return
+    _contexts.pop(module, None)
+    if ours:
+        del own["forward"]
+        if "_forward_outside" in own:
+            own["forward"] = own.pop("_forward_outside")
+    # Else whoever replaced it inside may call ours.
 
 
-@functools.cache
-def _class_in(base: type[Module], contexts: tuple[str, ...]) -> type[Module]:
-    class Inside(base):
-        _class_outside = base
-
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            # A copy, also in another process, is outside.
-            make, args, *state = super().__reduce_ex__(protocol)
-            return make, tuple(base if a is Inside else a for a in args), *state
-
-    for name in ("__module__", "__name__", "__qualname__", "__doc__"):
-        setattr(Inside, name, getattr(base, name))
-    return Inside
+def _forward(self: Module, *args: Any, **kwargs: Any) -> Any:
+    if not self._replay_contexts:  # read, so that a graph is of one combination
+        raise AssertionError("a router without contexts")
+    outside = vars(self).get("_forward_outside")
+    if outside is None:
+        return type(self).forward(self, *args, **kwargs)
+    return outside(*args, **kwargs)
 
 
 def _checkpoints() -> list[Any]:

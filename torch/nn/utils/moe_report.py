@@ -211,7 +211,8 @@ def find_nonfinite(model: Module) -> Iterator[list[NonFinite]]:
     module whose output is not finite. It checks parameters, buffers and gradients when the
     context ends, and names the experts of stacked expert weights. For distributed tensors each rank checks
     its own part, with global expert ids. Every check waits for the device: use it to run a
-    failed step again. What is compiled runs eagerly inside the context, so that each module is seen.
+    failed step again. Functions of :func:`torch.compile` run eagerly inside the context, in all
+    threads, so that each module is seen.
 
     Args:
         model: the model that runs.

@@ -82,8 +82,8 @@ def select_experts(
     experts = list(experts)
     ids = torch.tensor(experts, device="cpu")
     # A mask of experts is no list of ids.
-    is_integer = not ids.is_floating_point() and ids.dtype != torch.bool
-    if not experts or not is_integer or not ((ids >= 0) & (ids < num_experts)).all():
+    other = ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool
+    if other or ids.dim() != 1 or not ((ids >= 0) & (ids < num_experts)).all():
         raise ValueError(
             f"select_experts: experts must be ids in [0, E) = [0, {num_experts}), at least one, got "
             f"{experts}"
@@ -135,7 +135,7 @@ def merge_experts(
         )
     if weights is None:
         weights = torch.ones(num_experts, device="cpu")
-    weights = torch.as_tensor(weights, dtype=torch.float64, device="cpu")
+    weights = torch.as_tensor(weights, dtype=torch.float64, device="cpu").detach()
     if (
         weights.shape != (num_experts,)
         or not (weights.isfinite() & (weights >= 0)).all()

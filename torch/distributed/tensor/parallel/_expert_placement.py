@@ -107,7 +107,7 @@ class ExpertPlacement:
             value = getattr(self, name)
             if value is None and name != "slots_per_rank":
                 continue
-            if not isinstance(value, int) or value < 1:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(
                     f"ExpertPlacement: {name} must be an integer of at least 1, got {value!r}"
                 )
@@ -254,7 +254,7 @@ class ExpertPlacement:
         It has numbers and lists of them and no tensors, and always the same keys, so that
         ``torch.distributed.checkpoint`` loads it at any step and on any number of ranks.
         """
-        stats = self._to_load or {"average": None, "recorded": None}
+        stats = dict(self._to_load or {"average": None, "recorded": None})
         if self._stats is not None:
             stats = {k: _listed(v) for k, v in self._stats.state_dict().items()}
         return {
@@ -270,7 +270,8 @@ class ExpertPlacement:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from ``state``, with a new plan for another number of ranks or slots.
 
-        All ranks load the same state.
+        All ranks load the same state. A fetch on CPU compares plans; a rank whose plan fetches
+        nothing, where others do, is seen when they time out.
 
         Raises:
             ValueError: the state is of another number of layers or experts. Nothing is changed.
@@ -281,11 +282,12 @@ class ExpertPlacement:
             raise ValueError(
                 f"ExpertPlacement: state has layers of {saved} experts, the model of {experts}"
             )
-        plans, fits = [], True
+        plans, fits, stats = [], True, state["stats"]
         for layer, *tables in zip(self.layers, state["slot_experts"], state["quotas"]):
             slots, quotas = (torch.tensor(numbers, device="cpu") for numbers in tables)
-            fits = slots.shape == layer.home.slot_experts.shape
-            plans.append(Plan(layer.home.topology, slots, quotas) if fits else None)
+            same = slots.shape == layer.home.slot_experts.shape
+            plans.append(Plan(layer.home.topology, slots, quotas) if same else None)
+            fits = fits and same
         self._steps, self.loads = state["steps"], _tensor(state["loads"], torch.float64)
         for i, (layer, saved_plan) in enumerate(zip(self.layers, plans)):
             layer.pause, layer.pauses = state["pauses"][i]
@@ -296,7 +298,7 @@ class ExpertPlacement:
         if not fits:
             self._plan()
         # Without records the state is from before the first forward.
-        self._to_load = state["stats"] if state["stats"]["recorded"] else None
+        self._to_load = dict(stats) if stats["recorded"] else None
         if self._to_load is None:
             self._stats = None
         elif self._stats is not None:

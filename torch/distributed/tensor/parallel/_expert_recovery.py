@@ -87,8 +87,8 @@ class ServedLayer(PlacedLayer):
                 "ExpertPlacement: after a rank was lost a model serves, under no_grad; "
                 "training goes on from a checkpoint"
             )
-        compiles = torch.compiler.is_compiling()  # without versions
-        if not compiles and _region(module).versions != self.versions:
+        versions = _region(module).versions
+        if not torch.compiler.is_compiling() and versions not in ((), self.versions):
             raise RuntimeError(
                 "ExpertPlacement: experts were written after recover, and it serves those from before; "
                 "new weights need a new model on the remaining ranks"
@@ -142,8 +142,8 @@ def recover(
     Every remaining rank calls it after a forward raised because others did not answer.
     Ranks that do not call it within ``seconds`` are lost. An expert of a lost rank
     continues from a copy, if a rank has kept one, or is loaded. From then on experts stay
-    where they are, without gradients, also with ``online=True``, and loads are counted anew. A
-    forward raises if the parameters of experts were written since.
+    where they are, without gradients, also with ``online=True``, and loads are counted anew. An
+    eager forward raises if the parameters of experts were written since (not inference tensors).
     The store of the default group must be alive.
 
     Every rank raises before a layer is changed if there are too few slots, if nobody has an
@@ -207,7 +207,9 @@ def recover(
     settled = zip(layers, plans, switches, residents)
     for (layer, _, module), (plan, _), switch, resident in settled:
         region = _region(module)
-        served = ServedLayer(layer, group, plan, resident, region.versions)
+        # What is resident may be of an earlier recovery.
+        versions = layer.versions if isinstance(layer, ServedLayer) else region.versions
+        served = ServedLayer(layer, group, plan, resident, versions)
         self.layers[layer.index] = region.placed = served
         region.switch, region.tokens = switch, 0
     copies = [[e for e, kind in enumerate(kinds) if kind == 1] for _, kinds in plans]

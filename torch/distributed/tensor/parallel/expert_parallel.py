@@ -556,7 +556,7 @@ class ExpertParallel(ParallelStyle):
             },
         )
         region.placed = placed
-        if self.placement is not None:
+        if self.placement is not None and hasattr(region.switch, "_must_agree"):
             cast(Any, region.switch).settings = self.placement.settings
         name_owner = getattr(region.switch, "name_owner", None)
         if name_owner is not None:
