@@ -105,11 +105,11 @@ def _set_contexts(module: Module, thread: int, contexts: tuple[str, ...]) -> Non
             own["forward"] = MethodType(_forward, module)
         return
     _contexts.pop(module, None)
-    if ours:
-        del own["forward"]
-        if "_forward_outside" in own:
-            own["forward"] = own.pop("_forward_outside")
-    # Else whoever replaced it inside may call ours.
+    if not ours:
+        return  # whoever replaced it inside may call ours
+    del own["forward"], own["_replay_contexts"]
+    if "_forward_outside" in own:
+        own["forward"] = own.pop("_forward_outside")
 
 
 def _forward(self: Module, *args: Any, **kwargs: Any) -> Any:
