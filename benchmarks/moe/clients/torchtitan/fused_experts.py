@@ -36,6 +36,11 @@ from moe_mlp_experts import hooked, log_once
 
 def _local(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if type(local).__module__.startswith("torchao."):
+        # Wrappers of its low-precision training replace grouped_mm only; F.moe_mlp would run in bfloat16.
+        raise NotImplementedError(
+            f"fused_experts: weights must be plain tensors, got a {type(local).__name__} of torchao"
+        )
     return local.flatten(1, -2).to(dtype)  # (E, 2, F, D): gates first
 
 

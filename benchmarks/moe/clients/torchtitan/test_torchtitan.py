@@ -289,6 +289,14 @@ class TestGroupedLinears(TestCase):
             with self.assertRaisesRegex(NotImplementedError, message):
                 self.client.fused_routed_experts(self._config(**options))
 
+    def test_weights_with_products_of_their_own(self):
+        """torchao's wrappers, whose __torch_function__ knows grouped_mm only."""
+        wrapper = type("Wrapper", (torch.Tensor,), {"__module__": "torchao.training"})
+        module, _ = self._fused()
+        module.w2.weight = torch.nn.Parameter(module.w2.weight.as_subclass(wrapper))
+        with self.assertRaisesRegex(NotImplementedError, "plain tensors, got a Wrapper"):
+            self._tried(module)
+
 
 class TestFusedRoutedExperts(TestCase):
     def setUp(self):
