@@ -339,18 +339,24 @@ class TestPlacedTraining(GlooTest):
             runs.append((placement.slot_experts[0], model.moe.w_in.to_local()))
         self.assertEqual(*runs, atol=0, rtol=0)
 
-    def test_plans_that_differ(self):
-        """Each rank loads a file of another step: same shapes, but copies of other experts."""
+    @parametrize("how", ["loaded", "home", "used"])
+    def test_plans_that_differ(self, how):
+        """Each rank loads a file of another step: same shapes, but copies of other experts, or none."""
         _, model, placement, _, mine = self.pair()
-        state = placement.state_dict()
-        topology = placement.layers[0].home.topology
-        plan = any_plan(topology, E, self.rank // 2)
-        state["slot_experts"] = [plan.slot_experts.tolist()]
-        state["quotas"] = [plan.quotas.tolist()]
-        placement.load_state_dict(state)
-        message = (
-            "layer 0 .MoE.: the checksum of the plan must be the same on all ranks"
-        )
+        (layer,) = placement.layers
+        plan = any_plan(layer.home.topology, E, self.rank // 2)
+        if how == "home" and self.rank == 1:
+            plan = layer.home
+        message = "TokenSwitchAllToAll: checksum of the loaded plan must be the same"
+        if how == "used":
+            # Nothing loads it, so that only the fetch can tell.
+            layer.use(plan)
+            message = "layer 0 .MoE.: the checksum of the plan must be the same"
+        else:
+            state = placement.state_dict()
+            state["slot_experts"] = [plan.slot_experts.tolist()]
+            state["quotas"] = [plan.quotas.tolist()]
+            placement.load_state_dict(state)
         with self.assertRaisesRegex(RuntimeError, message):
             model(self.batch(0)[mine])
 

@@ -28,7 +28,6 @@ What is reused
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TYPE_CHECKING
@@ -59,7 +58,7 @@ class Moves(NamedTuple):
         away (Tensor): (A) int64 rows of the local shard that others have copies of.
         returned (Tensor): (A, P) int64 places in ``sent`` of those copies, by rank; missing ones
             have the number of sent rows.
-        checksum (int): of the plan, in [1, 2**31).
+        checksum (int): of the plan.
     """
 
     splits: Splits
@@ -98,8 +97,7 @@ def moves_of(plan: Plan, rank: int) -> Moves:
     returned = places[away].sort(1).values[:, : int(mine.sum(1).max())]
     received = copied[:, rank].view(num_ranks, each).sum(1)
     splits = Splits(mine.sum(0).tolist(), received.tolist())
-    checksum = zlib.crc32(str(plan.slot_experts.tolist()).encode()) % (2**31 - 1) + 1
-    return Moves(splits, sent, away, returned, checksum)
+    return Moves(splits, sent, away, returned, plan.checksum())
 
 
 @dataclass(eq=False)

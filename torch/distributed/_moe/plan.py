@@ -24,6 +24,7 @@ module's own.
 from __future__ import annotations
 
 import math
+import zlib
 from dataclasses import dataclass
 
 import torch
@@ -127,6 +128,11 @@ class Plan:
         ranks = torch.arange(num_ranks, device=device)[:, None]
         slots[self.slot_experts, ranks] = torch.arange(slots_per_rank, device=device)
         return slots[:-1]
+
+    def checksum(self) -> int:
+        """Of :attr:`slot_experts`, in [1, 2**31), so that ranks compare their plans by one number."""
+        text = str(self.slot_experts.tolist())
+        return zlib.crc32(text.encode()) % (2**31 - 1) + 1
 
     def busiest(self) -> int:
         """Most experts that a rank sends or receives, which others wait for."""

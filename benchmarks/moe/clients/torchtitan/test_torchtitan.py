@@ -294,7 +294,9 @@ class TestGroupedLinears(TestCase):
         wrapper = type("Wrapper", (torch.Tensor,), {"__module__": "torchao.training"})
         module, _ = self._fused()
         module.w2.weight = torch.nn.Parameter(module.w2.weight.as_subclass(wrapper))
-        with self.assertRaisesRegex(NotImplementedError, "plain tensors, got a Wrapper"):
+        with self.assertRaisesRegex(
+            NotImplementedError, "plain tensors, got a Wrapper"
+        ):
             self._tried(module)
 
 

@@ -51,7 +51,10 @@ class PlacedLayer:
         home (Plan): which ranks have its parameters.
         last_plan (Plan, optional): the plan of the last forward that was planned online.
         tried (Plan, optional): the last plan with copies since times of steps were compared.
+        is_loaded (bool): whether the plan is of a saved state, which ranks have not compared yet.
     """
+
+    is_loaded = False
 
     def __init__(
         self, owner: ExpertPlacement, index: int, home: Plan, group: ProcessGroup
@@ -110,8 +113,14 @@ class PlacedLayer:
         self._to(topk_indices.device)
         switch = _switch(module)
         if isinstance(switch, CheckedTokenSwitch) and not torch.compiler.is_compiling():
-            # Before the counts of an online plan, which ranks with other settings do not send.
+            # Before the counts of an online plan and before a fetch, which ranks with other settings
+            # or another plan do not send.
             switch._must_agree()
+            if self.is_loaded:
+                name = "checksum of the loaded plan"
+                switch._agreed.discard((name,))
+                switch._must_agree(**{name: self.plan.checksum()})
+                self.is_loaded = False
             self.exchange.owner = switch.levels[0].owner
         if torch.compiler.is_compiling():
             # This never happens. Reading the text makes Dynamo guard on the whole plan, so all ranks

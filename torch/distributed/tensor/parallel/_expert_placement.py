@@ -270,8 +270,8 @@ class ExpertPlacement:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from ``state``, with a new plan for another number of ranks or slots.
 
-        All ranks load the same state. A fetch on CPU compares plans; a rank whose plan fetches
-        nothing, where others do, is seen when they time out.
+        All ranks load the same state. The next eager forward compares the loaded plans; a rank that
+        loads nothing, where others do, is seen when they time out.
 
         Raises:
             ValueError: the state is of another number of layers or experts. Nothing is changed.
@@ -297,6 +297,8 @@ class ExpertPlacement:
                 layer.use(saved_plan)
         if not fits:
             self._plan()
+        for layer in self.layers:
+            layer.is_loaded = True
         # Without records the state is from before the first forward.
         self._to_load = dict(stats) if stats["recorded"] else None
         if self._to_load is None:
