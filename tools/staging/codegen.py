@@ -22,7 +22,9 @@ from .gitrepo import GitError
 
 
 SHIM_FOLDER = "torch/csrc/inductor/aoti_torch/generated"
-_SHIM_HEADERS = ("c_shim_aten.h", "c_shim_cpu.h", "c_shim_cuda.h")
+_SHIM_HEADERS = tuple(
+    f"c_shim_{backend}.h" for backend in ("aten", "cpu", "cuda", "mps", "xpu")
+)
 _DRIVER = Path(__file__).with_name("torchgen_driver")
 _INPUTS = (
     "aten/src/ATen/native/native_functions.yaml",

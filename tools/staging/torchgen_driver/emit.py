@@ -40,7 +40,7 @@ from torchgen.model import (
 from torchgen.selective_build.selector import SelectiveBuilder
 from torchgen.utils import FileManager
 
-from opdiff import masked_indices, OpDiff, Rejected
+from opdiff import masked_indices, OpDiff, parse_all_backends, Rejected
 
 
 AUTOGRAD = "torch/csrc/autograd/generated"
@@ -55,6 +55,8 @@ _FUNCTION_KEYS = {
 }
 _BOUND = (python.is_py_torch_function, python.is_py_nn_function)
 _AOTI_BACKENDS = {DispatchKey.CPU, DispatchKey.CUDA, None}
+# Those of `gen.py --update-aoti-c-shim`, on every platform.
+_CHECKED_IN_BACKENDS = _AOTI_BACKENDS | {DispatchKey.MPS, DispatchKey.XPU}
 
 
 class Emitter:
@@ -169,15 +171,20 @@ class Emitter:
 
     def shims(self) -> None:
         """C shim sources of the new ops, and the headers over all ops."""
-        every = gen.get_grouped_native_functions(self.diff.parsed.native_functions)
+        full = parse_all_backends(self.yaml, self.tags)
+        every = gen.get_grouped_native_functions(full.native_functions)
         self._shims(
             self.out / "shims",
-            self.diff.parsed.native_functions,
+            _CHECKED_IN_BACKENDS,
+            full,
+            full.native_functions,
             [g for g in every if isinstance(g, NativeFunctionsGroup)],
         )
         own = self.diff.groups(self.diff.added)
         self._shims(
             self.out / "aoti",
+            _AOTI_BACKENDS,
+            self.diff.parsed,
             self.diff.added,
             [g for g in own if isinstance(g, NativeFunctionsGroup)],
         )
@@ -241,13 +248,13 @@ class Emitter:
             ops_fm=self._manager(install / "ops"),
         )
 
-    def _shims(self, folder: Path, functions, structured) -> None:
+    def _shims(self, folder: Path, backends, parsed, functions, structured) -> None:
         gen_aoti_c_shim_files(
             aoti_fm=self._manager(folder),
-            aoti_backends=_AOTI_BACKENDS,
+            aoti_backends=backends,
             native_functions=functions,
             structured_native_functions=structured,
-            backend_indices=self.diff.parsed.backend_indices,
+            backend_indices=parsed.backend_indices,
             extra_cuda_headers="",
             extend_aoti_c_shim=False,
             update_aoti_c_shim=True,
