@@ -133,6 +133,33 @@ class TestMoeFunctorch(TestCase):
         expected = [grad(loss)(operand) for operand in batches.detach()]
         self.assertEqual(actual, torch.stack(expected))
 
+    @parametrize("transform", ("grad", "vjp"))
+    @parametrize("outer", ("grad", "backward", "aot_eager"))
+    def test_inner_derivative_by_another_tensor(self, transform, outer):
+        """Inside the inner transform, what the outer one differentiates does not say that it requires grad."""
+        x, logits, w_in, w_out = operands()
+        one = torch.ones((), dtype=torch.float64)
+
+        def inner(w_in):
+            def loss(factor):
+                return mlp(x[0], logits[0], w_in, w_out).sin().sum() * factor
+
+            if transform == "grad":
+                return grad(loss)(one)
+            return vjp(loss, one)[1](one)[0]
+
+        if outer == "grad":
+            actual = grad(inner)(w_in)
+        else:
+            function = inner
+            if outer == "aot_eager":
+                function = torch.compile(inner, fullgraph=True, backend=outer)
+            w_in.requires_grad_()
+            (actual,) = torch.autograd.grad(function(w_in), w_in)
+        leaf = w_in.detach().requires_grad_()
+        mlp(x[0], logits[0], leaf, w_out).sin().sum().backward()
+        self.assertEqual(actual, leaf.grad)
+
     def test_vjp_and_jacrev(self):
         x, logits, w_in, w_out = (
             arg[0] if arg.shape[0] == B else arg for arg in operands()

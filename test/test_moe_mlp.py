@@ -420,6 +420,16 @@ class TestMoeMlp(TestCase):
         ):
             run_backward("native", ops, preact)
 
+    def test_no_preact_but_a_gradient(self, device):
+        """Autograd computes it again, as for a program that was exported for inference and is trained."""
+        ops = get_case("uniform").operands(torch.float32, device, bias=True)
+        ops.w_in.requires_grad_()
+        grads = []
+        for compute_preact in (True, False):
+            output, _ = torch._moe_mlp(*ops.args(), compute_preact=compute_preact)
+            grads.append(torch.autograd.grad(output, ops.w_in, ops.grad_out))
+        self.assertEqual(grads[0], grads[1], rtol=0, atol=0)
+
     @all_backends
     @parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_same_bits_every_time(self, device, dtype, backend):

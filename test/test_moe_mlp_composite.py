@@ -21,6 +21,11 @@ from torch.testing._internal.common_utils import (
     TestCase,
 )
 from torch.testing._internal.moe_generators import MoeCase
+from torch.testing._internal.moe_reference import (
+    check_gradients,
+    moe_mlp_backward_reference,
+    moe_mlp_backward_unfused,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -146,7 +151,7 @@ class TestMoeMlpComposite(TestCase):
     @parametrize("threads", [1, 64])
     def test_no_activations_in_the_accumulation_type(self, threads):
         # As many bytes as all that is saved. They are made of some rows at a time.
-        case = MoeCase("parts", num_tokens=300, hidden=512)
+        case = MoeCase("parts", num_tokens=300, dim=512, hidden=512)
         ops = case.operands(torch.bfloat16, bias=True)
         largest = 0
 
@@ -163,6 +168,51 @@ class TestMoeMlpComposite(TestCase):
             args = (ops.grad_out, *ops.args(), preact, [True] * 7)
             call_composite(_moe_mlp_backward, *args)
         self.assertLess(largest, preact.numel() / 4)
+
+    # Backward is often called inside of autocast, and both with other operands than autocast makes.
+    @parametrize("dim", [7, 16])
+    @parametrize(
+        "dtype, autocast",
+        [
+            (torch.float32, torch.bfloat16),
+            (torch.bfloat16, torch.float16),
+            (torch.float16, torch.bfloat16),
+        ],
+    )
+    def test_autocast_does_not_reach_the_ops(self, dim, dtype, autocast):
+        case = MoeCase("autocast", num_tokens=13, num_experts=4, dim=dim, hidden=24)
+        ops = case.operands(dtype, bias=True)
+        results = []
+        for enabled in (False, True):
+            with torch.autocast("cpu", autocast, enabled=enabled):
+                output, preact = call_composite(_moe_mlp, *ops.args())
+                args = (ops.grad_out, *ops.args(), preact, [True] * 7)
+                grads = call_composite(_moe_mlp_backward, *args)
+            results.append((output, preact, *grads))
+        self.assertEqual(results[0], results[1], atol=0, rtol=0)
+
+    @parametrize("size, weight, scale, grad", [(2e-3, 1e-3, 2e3, 5), (300, 16, 2e-3, 0.01)])
+    def test_float16_gradients_of_large_products(self, size, weight, scale, grad):
+        """Where dO is weighted first, as autograd does without the op, all products are finite."""
+        case = MoeCase("range", num_tokens=13, num_experts=4, dim=16, hidden=24)
+        ops = case.operands(torch.float16, bias=True, activation="silu")
+        ops = dataclasses.replace(
+            ops,
+            input=torch.full_like(ops.input, size),
+            w_in=torch.ones_like(ops.w_in),
+            w_out=torch.full_like(ops.w_out, scale),
+            topk_weights=torch.full_like(ops.topk_weights, weight),
+            grad_out=torch.full_like(ops.grad_out, grad),
+        )
+        _, preact = call_composite(_moe_mlp, *ops.args(), activation="silu")
+        args = (ops.grad_out, *ops.args(), preact, [True] * 6 + [False])
+        grads = call_composite(_moe_mlp_backward, *args, activation="silu")
+        args = (ops.grad_out, *ops.args())
+        expected = moe_mlp_backward_reference(*args, activation="silu")
+        unfused = moe_mlp_backward_unfused(*args, activation="silu")
+        self.assertTrue(all(x is None or x.isfinite().all() for x in unfused))
+        mask = [True] * 6 + [False]
+        check_gradients(grads, expected, unfused, torch.float16, mask)
 
     @parametrize("num_experts", [1, 3])
     def test_bias_gradients_keep_only_their_bytes(self, num_experts):

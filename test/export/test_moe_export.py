@@ -74,9 +74,11 @@ class TestMoeExport(TestCase):
         file.seek(0)
         self.assertEqual(load(file).module()(x), layer(x))
 
-    def test_exported_program_trains(self):
+    @parametrize("decomposed", [False, True])
+    def test_exported_program_trains(self, decomposed):
         layer, x = MoeLayer(), torch.randn(9, 16)
-        module = export(layer, (x,)).module()
+        program = export(layer, (x,))
+        module = (program.run_decompositions() if decomposed else program).module()
         expected = torch.autograd.grad(layer(x).sum(), layer.w_in)
         self.assertEqual(torch.autograd.grad(module(x).sum(), module.w_in), expected)
 

@@ -5,6 +5,7 @@
 #include <ATen/native/MoEFunctional.h>
 #include <ATen/native/MoEUtils.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #ifndef AT_PER_OPERATOR_HEADERS
 #include <ATen/Functions.h>
@@ -88,8 +89,12 @@ RoutedTokens route_tokens(
 bool may_need_grad(
     std::initializer_list<Tensor> tensors,
     std::initializer_list<std::optional<Tensor>> optional_tensors) {
+  // Inside a transform of torch.func, tensors of an outer level do not say that they require grad.
+  const bool is_transformed = c10::impl::tls_is_dispatch_key_included(
+      c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
   return c10::GradMode::is_enabled() &&
-      (std::any_of(
+      (is_transformed ||
+       std::any_of(
            tensors.begin(),
            tensors.end(),
            [](const Tensor& t) { return t.requires_grad(); }) ||

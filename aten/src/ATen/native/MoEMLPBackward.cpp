@@ -8,6 +8,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/native/MoEMLPBackward.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/irange.h>
 #include <torch/library.h>
 
@@ -20,6 +21,8 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/exp2.h>
+#include <ATen/ops/frexp.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/gelu_backward.h>
 #include <ATen/ops/mm.h>
@@ -196,7 +199,7 @@ void backward_of_preact(
         routing, project_in_backward(in, routing, grad_gate, grad_up));
   }
   if (wanted[1] || wanted[6]) {
-    const auto x = routing.masked(in.input.index_select(0, routing.row_token));
+    const auto x = routing.mask(in.input.index_select(0, routing.row_token));
     if (wanted[1]) {
       grads[1] =
           with_strides_of(in.w_in, reduce_experts(routing, grad_gate, x));
@@ -210,6 +213,16 @@ void backward_of_preact(
   }
 }
 
+// Splits float16's router weights (R, 1) into a power of two, which is returned and which dO is
+// multiplied by, and `s`, the rest: as where autograd weights the experts' outputs, no product is
+// larger than the gradient that it is for. At least 2^-6, as dO should not become subnormal.
+Tensor split_scale(Tensor& s) {
+  const auto exponent = std::get<1>(at::frexp(s)).clamp_min(-6).to(s.scalar_type());
+  const auto scale = at::exp2(exponent);
+  s = s / scale;
+  return scale;
+}
+
 void backward_of_live_rows(
     const moe::MLPInputs& in,
     const Routing& routing,
@@ -220,32 +233,40 @@ void backward_of_live_rows(
     Gradients& grads) {
   const auto dtype = in.input.scalar_type();
   const auto type = accumulate_type(in.input);
-  auto dy = routing.masked(grad_out.index_select(0, routing.row_token));
-  // Rows without a slot would take the weight of slot 0, which may be infinite.
-  const auto s = in.topk_weights.defined()
-      ? routing.masked(weights_of_rows(in.topk_weights, routing)).to(type)
-      : Tensor();
-  if (wanted[5]) {
-    grads[5] = sum_experts(routing, s.defined() ? (dy * s).to(dtype) : dy);
+  auto dy = routing.mask(grad_out.index_select(0, routing.row_token));
+  const auto multiply_dy = [&](const Tensor& factor) {
+    for_parts(dy, dy.size(1), [&](int64_t begin, int64_t count) {
+      dy.narrow(0, begin, count).mul_(factor.narrow(0, begin, count));
+    });
+  };
+  Tensor s, scale;
+  if (in.topk_weights.defined()) {
+    // Rows without a slot would take the weight of slot 0, which may be infinite.
+    s = routing.mask(weights_of_rows(in.topk_weights, routing)).to(type);
+    if (dtype == kHalf) {
+      scale = split_scale(s);
+      multiply_dy(scale);
+    }
   }
   // dA' = dO W_out, of which both dS and dH are made.
   const bool wants_preact_grad =
       wanted[0] || wanted[1] || wanted[4] || wanted[6];
   auto grad_act = wants_preact_grad || wanted[3]
-      ? routing.masked(multiply_experts(routing, dy, in.w_out))
+      ? routing.mask(multiply_experts(routing, dy, in.w_out))
       : Tensor();
-  const auto h = routing.masked(preact);
-  const int64_t hidden = in.w_out.size(2);
-  auto weighted_act = at::empty({wanted[2] ? h.size(0) : 0, hidden}, h.options());
-  auto row_grad = at::empty({wanted[3] ? h.size(0) : 0}, h.options().dtype(type));
+  const auto options = preact.options();
+  const int64_t num_rows = preact.size(0), hidden = in.w_out.size(2);
+  auto weighted_act = at::empty({wanted[2] ? num_rows : 0, hidden}, options);
+  auto row_grad = at::empty({wanted[3] ? num_rows : 0}, options.dtype(type));
   const auto grad_preact =
-      at::empty({wants_preact_grad ? h.size(0) : 0, h.size(1)}, h.options());
-  for_parts(h, hidden, [&](int64_t begin, int64_t count) {
+      at::empty({wants_preact_grad ? num_rows : 0, preact.size(1)}, options);
+  for_parts(preact, hidden, [&](int64_t begin, int64_t count) {
     const auto part = [&](const Tensor& x) { return x.narrow(0, begin, count); };
     const auto weighted = [&](const Tensor& x) { return s.defined() ? x * part(s) : x; };
-    const auto act = wanted[2] || wanted[3]
-        ? activate(part(h), spec).to(dtype)
-        : Tensor();
+    const auto h = routing.all_rows_live
+        ? part(preact)
+        : at::where(part(routing.row_is_live), part(preact), 0);
+    const auto act = wanted[2] || wanted[3] ? activate(h, spec).to(dtype) : Tensor();
     if (wanted[2]) {
       part(weighted_act).copy_(weighted(act));
     }
@@ -258,16 +279,25 @@ void backward_of_live_rows(
       }
     }
     if (wants_preact_grad) {
-      part(grad_preact).copy_(preact_grad(part(h), weighted(grad), spec));
+      part(grad_preact).copy_(preact_grad(h, weighted(grad), spec));
     }
   });
   grad_act.reset();
   if (wanted[2]) {
     grads[2] = with_strides_of(in.w_out, reduce_experts(routing, dy, weighted_act));
   }
-  dy.reset();
   weighted_act.reset();
+  if (wanted[5]) {
+    if (s.defined()) {
+      multiply_dy(s);
+    }
+    grads[5] = sum_experts(routing, dy);
+  }
+  dy.reset();
   if (wanted[3]) {
+    if (scale.defined()) {
+      row_grad.div_(scale.squeeze(1));
+    }
     grads[3] = slots_of_rows(row_grad, routing).to(in.topk_weights.scalar_type());
   }
   if (wants_preact_grad) {
@@ -306,11 +336,13 @@ moe_mlp_backward(
       {activation, gate_interleaved, alpha, limit});
   call.check_backward(op, grad_out, preact);
   const auto& in = call.inputs;
+  // The ops below compute in the dtypes that they are given.
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   return make_gradients(
       in, output_mask, [&](const std::array<bool, 7>& wanted, Gradients& grads) {
         if (has_work(op, call)) {
           const auto routing =
-              make_routing(in, call.sizes.num_rows.expect_int(), can_use_grouped_mm(in));
+              make_routing(op, in, call.sizes.num_rows.expect_int(), can_use_grouped_mm(in));
           backward_of_live_rows(
               in, routing, call.activation, grad_out, preact, wanted, grads);
         }

@@ -16,6 +16,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/native/MoEMLPComposite.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
 #ifndef AT_PER_OPERATOR_HEADERS
@@ -83,6 +84,7 @@ bool has_work(const char* op, const moe::MLPCall& call) {
 }
 
 Routing make_routing(
+    const char* op,
     const moe::MLPInputs& in,
     int64_t num_rows,
     bool use_grouped_mm) {
@@ -113,7 +115,7 @@ Routing make_routing(
     const auto host_offs = routing.offs.cpu();
     // Those on CPU are checked by has_work.
     if (!in.offs.is_cpu()) {
-      moe::check_offs("_moe_mlp", host_offs, num_rows);
+      moe::check_offs(op, host_offs, num_rows);
     }
     const auto* data = host_offs.const_data_ptr<int32_t>();
     routing.ends.assign(data, data + num_experts);
@@ -266,16 +268,21 @@ std::tuple<Tensor, Tensor> moe_mlp_composite(
         at::zeros_symint({kept_rows, sizes.gated_dim}, input.options())};
   }
 
+  // The ops below compute in the dtypes that they are given.
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto dtype = input.scalar_type();
   const auto type = accumulate_type(input);
   const auto routing = make_routing(
-      in, sizes.num_rows.expect_int(), can_use_grouped_mm(in));
+      "_moe_mlp", in, sizes.num_rows.expect_int(), can_use_grouped_mm(in));
   // H of a row without a slot is that of token 0, until it is masked.
   auto h = project_in(in, routing, input.index_select(0, routing.row_token));
   if (in.b_in.defined()) {
-    h.add_(in.b_in.index_select(0, routing.row_expert));
+    for_parts(h, h.size(1), [&](int64_t begin, int64_t count) {
+      const auto experts = routing.row_expert.narrow(0, begin, count);
+      h.narrow(0, begin, count).add_(in.b_in.index_select(0, experts));
+    });
   }
-  h = routing.masked(h);
+  routing.mask(h);
   const auto s = in.topk_weights.defined()
       ? weights_of_rows(in.topk_weights, routing)
       : Tensor();

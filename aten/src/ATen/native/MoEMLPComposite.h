@@ -8,12 +8,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/native/MoEMLPUtils.h>
 
-#ifndef AT_PER_OPERATOR_HEADERS
-#include <ATen/Functions.h>
-#else
-#include <ATen/ops/where.h>
-#endif
-
 #include <algorithm>
 #include <cstdint>
 #include <vector>
@@ -38,8 +32,12 @@ struct Routing {
   // offs on the host, for the loop over experts; empty with grouped matmuls.
   std::vector<int64_t> ends;
 
-  Tensor masked(const Tensor& rows) const {
-    return all_rows_live ? rows : at::where(row_is_live, rows, 0);
+  // Sets rows without a slot to zero, in place.
+  const Tensor& mask(const Tensor& rows) const {
+    if (!all_rows_live) {
+      rows.masked_fill_(row_is_live.logical_not(), 0);
+    }
+    return rows;
   }
 };
 
@@ -51,7 +49,11 @@ bool can_use_grouped_mm(const moe::MLPInputs& in);
 bool has_work(const char* op, const moe::MLPCall& call);
 
 // Without grouped matmuls offs is read on the host.
-Routing make_routing(const moe::MLPInputs& in, int64_t num_rows, bool use_grouped_mm);
+Routing make_routing(
+    const char* op,
+    const moe::MLPInputs& in,
+    int64_t num_rows,
+    bool use_grouped_mm);
 
 // (R, N) = rows (R, K) times w_e (E, K, N), e the expert of the row
 Tensor multiply_experts(const Routing& routing, const Tensor& rows, const Tensor& w);

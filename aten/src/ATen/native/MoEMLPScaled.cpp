@@ -19,6 +19,7 @@
 #include <ATen/native/MoEMLPCPU.h>
 #include <ATen/native/MoEMLPScaledUtils.h>
 #include <ATen/native/MoEQuantize.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #ifndef AT_PER_OPERATOR_HEADERS
 #include <ATen/Functions.h>
@@ -30,6 +31,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/where.h>
 #endif
 
 #include <array>
@@ -86,6 +88,7 @@ class ScaledPass {
         spec_(scaled.call.activation),
         dtype_(product_type(in_.input)),
         routing_(make_routing(
+            scaled.op,
             scaled.call.inputs,
             scaled.call.sizes.num_rows.expect_int(),
             backend == Backend::Native || can_use_grouped_mm())) {}
@@ -166,7 +169,7 @@ class ScaledPass {
   }
 
   Tensor gather(const Tensor& tokens) const {
-    return routing_.masked(tokens.index_select(0, routing_.row_token));
+    return routing_.mask(tokens.index_select(0, routing_.row_token));
   }
 
   // H from the numbers of X, in the type of the products.
@@ -179,7 +182,7 @@ class ScaledPass {
     if (in_.b_in.defined()) {
       h = (h.to(kFloat) + in_.b_in.index_select(0, routing_.row_expert)).to(dtype_);
     }
-    return routing_.masked(h);
+    return routing_.mask(h);
   }
 
   Tensor project_out(const Tensor& h) const {
@@ -256,7 +259,7 @@ class ScaledPass {
     const auto h = scaled_.preact_dtype.has_value()
         ? dequantized({saved.preact, saved.preact_scale}, moe::kPreactRule, 1)
         : saved.preact.to(dtype_);
-    return routing_.masked(h);
+    return routing_.all_rows_live ? h : at::where(routing_.row_is_live, h, 0);
   }
 
   // (E, I, J) with the dtype and the strides of w
@@ -294,6 +297,8 @@ class ScaledPass {
     return out;
   }
 
+  // The ops below compute in the dtypes that they are given.
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast_{c10::autocast_dispatch_keyset};
   const ScaledCall& scaled_;
   const Backend backend_;
   const moe::MLPInputs& in_;
@@ -319,7 +324,7 @@ void ScaledPass::backward(
   const auto h = saved_preact(saved);
   const auto act = activation(h);
   const auto s = in_.topk_weights.defined()
-      ? routing_.masked(weights_of_rows(in_.topk_weights, routing_)).to(kFloat)
+      ? routing_.mask(weights_of_rows(in_.topk_weights, routing_)).to(kFloat)
       : at::ones({1, 1}, h.options().dtype(kFloat));
   if (wanted[2]) {
     const auto left = column(keeps_columns ? dy : dy_values);
@@ -332,7 +337,7 @@ void ScaledPass::backward(
   if (!wants_preact_grad && !wanted[3]) {
     return;
   }
-  const auto grad_act = routing_.masked(
+  const auto grad_act = routing_.mask(
       multiply(dy_values, in_.w_out, scaled_.lists.w_out, /*transposed=*/false)).to(kFloat);
   if (wanted[3]) {
     auto row_grad = (grad_act * act).sum(1);
@@ -345,7 +350,7 @@ void ScaledPass::backward(
   if (!wants_preact_grad) {
     return;
   }
-  const auto dh = routing_.masked(activation(h, grad_act * s));
+  const auto dh = routing_.mask(activation(h, grad_act * s));
   // With w_up the up half of H is a matrix of its own.
   const int64_t up = dh.size(1) / 2;
   const bool has_up = scaled_.call.inputs.w_up.defined();

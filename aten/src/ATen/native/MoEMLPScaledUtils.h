@@ -154,6 +154,7 @@ inline void check_scaled_pair(
 // What forward and backward, CPU, composite and Meta all start from. `call.inputs` has
 // stand-ins without memory for the weights, in the dtype of input.
 struct ScaledCall {
+  const char* op;
   const ScalingRule* rule_a; // null: weight-only
   const ScalingRule& rule_w;
   WeightLayout layout;
@@ -182,7 +183,8 @@ struct ScaledCall {
       ScaledLists scaled,
       const ScaledOptions& options,
       const ActivationOptions& activation)
-      : rule_a(parse_rule_a(op, options.recipe_a)),
+      : op(op),
+        rule_a(parse_rule_a(op, options.recipe_a)),
         rule_w(parse_rule_w(op, options.recipe_w)),
         layout(parse_layout(op, options.swizzle_w, rule_w)),
         preact_dtype(parse_preact_dtype(op, operands.input, options.preact_dtype)),
