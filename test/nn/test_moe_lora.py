@@ -236,13 +236,15 @@ class TestMoeLora(TestCase):
         self.assertEqual(list(layer.state_dict()), list(before))
 
     def test_modified_between_forward_and_backward(self):
-        for name in ("original", "a", "b", "input"):
+        # Where one of a and b is frozen, as in LoRA-FA, autograd itself does not look at the other.
+        cases = [(name, None) for name in ("original", "a", "b", "input")]
+        for name, frozen in [*cases, ("a", "b"), ("b", "a")]:
             layer = make()
             adapt(layer)
-            parts, x = (
-                layer.parametrizations.w_in,
-                torch.randn(7, 8, dtype=torch.float64),
-            )
+            if frozen is not None:
+                getattr(layer.parametrizations.w_in[0], frozen).requires_grad_(False)
+            parts = layer.parametrizations.w_in
+            x = torch.randn(7, 8, dtype=torch.float64, requires_grad=True)
             y = layer(x)
             changed = {"original": parts.original, "input": x}.get(name)
             with torch.no_grad():

@@ -10,7 +10,7 @@ import functools
 import math
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -94,18 +94,21 @@ class _Saved:
     """
 
     def __init__(
-        self, kept: Tensor, view: Tensor, merge: Callable[[Tensor], Tensor] | None
+        self, kept: Tensor, view: Tensor, merge: functools.partial[Tensor] | None
     ) -> None:
-        self.kept, self.version, self.merge = kept, kept._version, merge
+        self.kept, self.merge = kept, merge
+        parts = (kept, *merge.keywords.values()) if merge else (kept,)
+        self.versions = [(part, part._version) for part in parts]
         self.view = view.size(), view.stride(), view.storage_offset()
 
     def make(self) -> Tensor:
-        if self.kept._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: shape {tuple(self.kept.shape)}, version "
-                f"{self.kept._version} instead of {self.version}, in a module of add_lora"
-            )
+        for part, version in self.versions:
+            if part._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an "
+                    f"inplace operation: shape {tuple(part.shape)}, version "
+                    f"{part._version} instead of {version}, in a module of add_lora"
+                )
         if self.merge is None:
             return self.kept
         with torch.no_grad():
