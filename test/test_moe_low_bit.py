@@ -63,16 +63,22 @@ class Layer:
         self.rows = (o.offs, o.topk_weights, o.row_slots, o.slot_rows, o.b_in, o.b_out)
         self.input = o.input
 
+    def int8_rows(self, input=None):
+        input = self.input if input is None else input
+        recipe = self.fmt.scaling.value
+        return torch._moe_quantize(input, recipe, dtype=torch.int8)
+
     def run(
         self, *, panels=False, input=None, rows=None, int8=False, call=_op, **kwargs
     ):
+        """``int8``: rows in int8, or codes and scales of such rows."""
         lists = [w.pair() if w else [] for w in (self.w_in, self.w_out, self.w_up)]
         if panels:
             lists = [list(pack_panels(*pair)) if pair else [] for pair in lists]
         input = self.input if input is None else input
         offs, s, row_slots, slot_rows, b_in, b_out = rows or self.rows
         recipe = self.fmt.scaling.value
-        scaled = torch._moe_quantize(input, recipe, dtype=torch.int8) if int8 else ()
+        scaled = self.int8_rows(input) if int8 is True else int8 or ()
         kwargs = {"compute_preact": False, **self.kwargs, **kwargs}
         return call(
             input, None, None, offs, s, row_slots, slot_rows, b_in, b_out, None,
@@ -306,6 +312,31 @@ class TestMoeLowBit(TestCase):
         finally:
             torch.set_flush_denormal(False)
         self.assertEqual(actual, want, rtol=0, atol=0)
+
+    @parametrize_named(
+        "fmt",
+        [
+            f
+            for f in LOW_BIT_FORMATS
+            if f.takes_int8_rows and f.scaling is not ScalingType.BlockWise1x32
+        ],
+    )
+    @parametrize("tokens", [1, 50])
+    @parametrize("what", ["scale", "code"])
+    def test_int8_rows_of_others(self, fmt, tokens, what):
+        """Scales that are no powers of two, or the code -128, are not rounded again."""
+        layer = Layer(shape_of(fmt, 128, 128, num_tokens=tokens), fmt, torch.float32)
+        codes, scales = layer.int8_rows()
+        if what == "scale":
+            scales[-1] *= 1.3
+        else:
+            codes[-1, 0], scales[-1] = -128, scales[-1].max()
+        actual = layer.run(int8=(codes, scales))
+        composite = layer.run(
+            int8=(codes, scales), call=lambda *a, **k: call_composite(_op, *a, **k)
+        )
+        error = (actual - composite).norm() / composite.norm()
+        self.assertLess(error.item(), 1e-5)
 
     @parametrize_named("fmt", [f for f in LOW_BIT_FORMATS if f.takes_int8_rows])
     @all_layouts

@@ -6,11 +6,29 @@
 #include <ATen/native/MoEQuantize.h>
 #include <ATen/native/cpu/MoEForward.h>
 #include <ATen/native/cpu/MoELowBit.h>
+#include <c10/util/bit_cast.h>
+
+#include <algorithm>
 
 namespace at::native {
 namespace {
 
 using namespace moe_cpu;
+
+// Whether rounding rows to int8 again gives the same numbers: scales are powers of two, as
+// _moe_quantize makes them, and no code is -128.
+bool round_to_themselves(const moe::Quantized& rows) {
+  const auto* codes = rows.data.const_data_ptr<int8_t>();
+  const bool in_range =
+      std::none_of(codes, codes + rows.data.numel(), [](int8_t code) { return code == -128; });
+  if (!in_range || rows.scale.scalar_type() == kFloat8_e8m0fnu) {
+    return in_range;
+  }
+  const auto* scales = rows.scale.const_data_ptr<float>();
+  return std::all_of(scales, scales + rows.scale.numel(), [](float scale) {
+    return (c10::bit_cast<uint32_t>(scale) & 0x7fffff) == 0;
+  });
+}
 
 bool moe_mlp_low_bit_kernel(const moe::ScaledCall& call, const Tensor& output) {
   const auto view = [&](TensorList scaled) {
@@ -28,13 +46,13 @@ bool moe_mlp_low_bit_kernel(const moe::ScaledCall& call, const Tensor& output) {
   const auto dtype = in.input.scalar_type();
   const bool has_int8_rows = call.row_dtype() == kChar;
   if (has_int8_rows) {
-    // Exact except in float16. Rounding to int8 again gives the same numbers.
-    if (dtype == kHalf || !Int8LowBitSource::is_supported(w_in) ||
-        !Int8LowBitSource::is_supported(w_out)) {
-      return false;
-    }
     const auto& codes = call.lists.input[0];
     const moe::Quantized rows{codes.contiguous(), call.lists.input[1].contiguous()};
+    // The rows become numbers first, exact except in float16, and int8 again in the products.
+    if (dtype == kHalf || !Int8LowBitSource::is_supported(w_in) ||
+        !Int8LowBitSource::is_supported(w_out) || !round_to_themselves(rows)) {
+      return false;
+    }
     in.input = codes.new_empty(codes.sizes(), codes.options().dtype(dtype));
     moe_dequantize_stub(kCPU, rows, *call.rule_a, in.input);
   }
