@@ -255,6 +255,7 @@ class TestMoeTopkReference(TestCase):
         self.assertEqual(indices.tolist(), [[2, 3]])
 
 
+@instantiate_parametrized_tests
 class TestCheckClose(TestCase):
     def setUp(self):
         super().setUp()
@@ -277,6 +278,17 @@ class TestCheckClose(TestCase):
             else:
                 with self.assertRaisesRegex(AssertionError, "grad_w_in: error 1.001"):
                     check_close(*args)
+
+    @parametrize("shape", [(2, 16), (2, 4, 4)])
+    def test_each_expert(self, shape):
+        """One that is small next to the others is no longer right if it is lost."""
+        reference = torch.ones(shape, dtype=torch.float64)
+        reference[1] = 1 / 32
+        check_close(reference, reference, reference, torch.bfloat16)
+        actual = reference.clone()
+        actual[1] = 0
+        with self.assertRaisesRegex(AssertionError, "error 3.125e-02"):
+            check_close(actual, reference, reference, torch.bfloat16)
 
     def test_nan_and_shape(self):
         nan = torch.tensor([float("nan"), -4.0])

@@ -419,11 +419,27 @@ def error_and_bound(
         )
     if actual.numel() == 0:
         return 0.0, 0.0
-    reference = reference.detach().cpu()
-    error = (actual.detach().cpu().double() - reference).abs().max().item()
-    yardstick = (unfused.detach().cpu().double() - reference).abs().max().item()
-    floor = 4 * torch.finfo(dtype).eps * reference.abs().max().item()
-    return error, 2 * yardstick + floor
+    exact = reference.detach().cpu()
+    errors = (actual.detach().cpu().double() - exact).abs()
+    yardsticks = (unfused.detach().cpu().double() - exact).abs()
+    eps = torch.finfo(dtype).eps
+
+    def worst(start: int, ulps: int) -> tuple[float, float]:
+        error, yardstick, size = (
+            x.flatten(start).amax(-1).flatten() for x in (errors, yardsticks, exact.abs())
+        )
+        # What cancels almost to 0 has the error of its terms.
+        bound = 2 * yardstick + ulps * eps * size.clamp_min(size.max() / 64)
+        # 0 of 0 is right, and NaN is the worst.
+        excess = torch.where(error == 0, 0, error / bound).nan_to_num(nan=torch.inf)
+        at = excess.argmax()
+        return error[at].item(), bound[at].item()
+
+    error, bound = worst(0, 4)
+    # Rows of few numbers, as the gradients of router weights, may be small by chance.
+    if error <= bound and exact.dim() > 1 and exact[0].numel() >= 8:
+        return worst(1, 16)
+    return error, bound
 
 
 def check_close(
@@ -436,6 +452,9 @@ def check_close(
     """Checks the tolerance of every MoE test: at most twice the error of the unfused computation.
 
     ``max|actual - reference| <= 2*max|unfused - reference| + 4*eps(dtype)*max|reference|``
+
+    It holds for the whole tensor, and with ``16*eps`` for each row or, of three dimensions, each expert,
+    down to 1/64 of the largest: what is small next to the rest is not lost in its tolerance.
 
     Raises:
         AssertionError: the error is larger (NaN never passes), or shapes differ.
