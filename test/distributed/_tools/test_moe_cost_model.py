@@ -45,7 +45,7 @@ def check_links(all_to_all):
     """A faster link is never slower, and more bytes are never faster."""
     base = profile("H100")
     for algorithm in ALL_TO_ALLS:
-        for ep in (8, 16, 64):
+        for ep in (8,) if algorithm == "one_sided" else (8, 16, 64):
             for units in (0, 8):
 
                 def seconds(p, tokens=4096, d=7168, **kw):
@@ -196,19 +196,83 @@ class TestProperties(TestCase):
             all_to_all(p, 1, 1, 1, 2, algorithm="ring")
         with self.assertRaisesRegex(ValueError, "dtype must be one of .*got 'int3'"):
             cost.gemm(p, 1, 1, 1, 1, "int3")
+        for place, name in enumerate(("groups", "m", "n", "k")):
+            sizes = [1, 1, 1, 1]
+            sizes[place] = -1
+            with self.assertRaisesRegex(ValueError, f"^gemm: {name} must be .*got -1"):
+                cost.gemm(p, *sizes)
+        for call in (
+            lambda: cost.router(p, 1, 1, 1, 1, "both"),
+            lambda: cost.dense_mlp(p, 1, 1, 1, pass_="both"),
+            lambda: cost.expert_flops(1, 1, 1, pass_="both"),
+        ):
+            with self.assertRaisesRegex(ValueError, "pass_ must be .*got 'both'"):
+                call()
+        with self.assertRaisesRegex(ValueError, "^router: tokens must be .*got -1"):
+            cost.router(p, -1, 64, 8, 2)
+        with self.assertRaisesRegex(ValueError, "^dense_mlp: tokens must be .*got -1"):
+            cost.dense_mlp(p, -1, 64, 64)
         with self.assertRaisesRegex(ValueError, "kernel must be one of .*got 'x'"):
             cost.experts(p, 1, 1, 1, 1, kernel="x")
         with self.assertRaisesRegex(ValueError, "pass_ must be .*got 'both'"):
             cost.experts(p, 1, 1, 1, 1, pass_="both")
-        for rows, local in ((-4, 8), (math.nan, 8), (8, 0)):
-            with self.assertRaisesRegex(
-                ValueError, "rows must be at least 0 and local"
-            ):
-                cost.experts(p, rows, 64, 64, local)
+        for place, name, bad in (
+            (0, "rows", -4), (0, "rows", math.nan), (0, "rows", 1e300), (1, "d", -1),
+            (2, "f", -1), (3, "local", 0),
+        ):  # fmt: skip
+            sizes = [8, 64, 64, 8]
+            sizes[place] = bad
+            for function in (cost.experts, cost.recipe_seconds):
+                with self.assertRaisesRegex(
+                    ValueError, f"^{function.__name__}: {name} must be .*, got "
+                ):
+                    function(p, *sizes)
+        with self.assertRaisesRegex(ValueError, "^experts: tokens must be .*got -1"):
+            cost.experts(p, 8, 64, 64, 8, tokens=-1)
+        # No output rows are not the default, which is the routed ones.
+        self.assertLess(
+            cost.experts(p, 1e6, 64, 64, 8, tokens=0), cost.experts(p, 1e6, 64, 64, 8)
+        )
         with self.assertRaisesRegex(ValueError, "rows must be above 0, got 0"):
             cost.copy_cost(p, 0, 64, 64, 8, 8)
         with self.assertRaisesRegex(ValueError, "device must be one of .*got 'H1'"):
             profile("H1")
+
+    @parametrize(
+        "name,bad",
+        [
+            ("tokens", -1), ("d", 0), ("k", 0), ("ep", 0), ("ep", -1), ("ep", 2.5),
+            ("domain", -1), ("imbalance", 0), ("node_limit", -1), ("units", -1),
+            ("dtype", "foo"), ("algorithm", "ring"),
+        ],
+    )  # fmt: skip
+    def test_bad_exchange(self, name, bad):
+        args = {"tokens": 64, "d": 64, "k": 2, "ep": 8, name: bad}
+        with self.assertRaisesRegex(
+            ValueError, f"^all_to_all: {name} must be .*, got {bad!r}$"
+        ):
+            all_to_all(profile("H100"), **args)
+
+    def test_one_sided_stays_in_a_domain(self):
+        args = (profile("H100"), 4096, 7168, 8)
+        times = [all_to_all(*args, ep, algorithm="one_sided") for ep in (2, 4, 8)]
+        self.assertEqual(times, sorted(times))
+        with self.assertRaisesRegex(ValueError, "ep must be at most the 8 .*got 16"):
+            all_to_all(*args, 16, algorithm="one_sided")
+        all_to_all(*args, 64, algorithm="one_sided", domain=72)
+
+    @parametrize(
+        "name,bad",
+        [("tokens", -1), ("d", -1), ("f", 0), ("num_experts", 0), ("k", 0)],
+    )
+    def test_bad_experts_of_a_cpu(self, name, bad):
+        sizes = {"tokens": 8, "d": 64, "f": 64, "num_experts": 8, "k": 2, name: bad}
+        with self.assertRaisesRegex(
+            ValueError, f"^cpu_experts: {name} must be .*, got {bad!r}$"
+        ):
+            cpu_experts(CpuConstants(), **sizes)
+        with self.assertRaisesRegex(ValueError, "dtype must be .*got 'fp8'"):
+            cpu_experts(CpuConstants(), 8, 64, 64, 8, 2, dtype="fp8")
 
 
 class TestProfiles(TestCase):
@@ -250,6 +314,7 @@ class TestProfiles(TestCase):
                 self.assertTrue(low <= value <= high, (name, value))
 
 
+instantiate_parametrized_tests(TestProperties)
 instantiate_parametrized_tests(TestProfiles)
 
 if __name__ == "__main__":

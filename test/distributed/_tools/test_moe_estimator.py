@@ -306,6 +306,9 @@ class TestRuntimeEstimator(TestCase):
                 )
                 # No memory was touched and no expert multiplied.
                 self.assertLess(estimate.seconds, 0.01)
+            with MoERuntimeEstimator(profile("H100")) as estimate:
+                F.moe_mlp(x[:, :0], ids, weights, w_in[..., :0], w_out[:, :0])
+            self.assertEqual(estimate.by_op["_moe_mlp"], 0)
 
 
 instantiate_parametrized_tests(TestMemory)

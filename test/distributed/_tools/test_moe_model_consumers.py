@@ -69,6 +69,13 @@ class TestSchedule(TestCase):
             changed = (*args[:place], bad, *args[place + 1 :])
             with self.assertRaisesRegex(ValueError, "overlap_schedule: .*, got"):
                 overlap_schedule(p, *changed)
+        for place, bad in ((0, -1), (3, 4), (4, 129), (5, 256)):
+            changed = (*args[:place], bad, *args[place + 1 :])
+            with self.assertRaisesRegex(ValueError, "layer_chunks: .*, got"):
+                layer_chunks(p, *changed)
+        for candidates in ((0,), ()):
+            with self.assertRaisesRegex(ValueError, "candidates must .*, got"):
+                layer_chunks(p, *args, candidates=candidates)
         # A broken model, whose exchange is free, has nothing to hide.
         with mock.patch.object(moe_layer_plan, "all_to_all", lambda *a, **k: 0.0):
             self.assertEqual(overlap_schedule(p, *args).num_chunks, 1)
@@ -194,6 +201,8 @@ class TestInductor(TestCase):
 class TestPrecision(TestCase):
     def test_quantisation_is_compared(self):
         p = profile("B200")
+        with self.assertRaisesRegex(ValueError, "^fastest_dtypes: rows .*got -1"):
+            fastest_dtypes(p, -1, 7168, 2048, 8)
         recipe, times = fastest_dtypes(p, 131072, 7168, 2048, 8)
         self.assertEqual(set(recipe), {"forward", "dgrad", "wgrad"})
         with mock.patch.object(cost, "quantize", lambda *a, **k: 0.0):

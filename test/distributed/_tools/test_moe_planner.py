@@ -206,6 +206,7 @@ class TestPlan(TestCase):
             ({"tp": 3}, r"tp must divide the attention heads, 128, got 3; .* tp=2"),
             ({"pp": 7}, r"pp must divide the 64 GPUs, got 7; .* works: pp=8"),
             ({"depth": 2}, r"\['depth'\] are not dimensions; those are .*ep"),
+            ({"ep": 16, "algorithm": "one_sided"}, r"ep must be at most the 8 ranks"),
         ):
             with self.assertRaisesRegex(ValueError, message):
                 plan("deepseek-v3", "H800", 64, **kw, **fixed)
@@ -223,6 +224,13 @@ class TestPlan(TestCase):
                 plan("qwen3-30b-a3b", "H100", 8, global_batch=64, dtypes=dtypes)
         with self.assertRaisesRegex(ValueError, "load must have 128 entries.* got 3"):
             plan("qwen3-30b-a3b", "H100", 16, global_batch=512, ep=8, load=[1, 2, 3])
+        with self.assertRaisesRegex(ValueError, "^plan: load must be .*got 128 zeros"):
+            plan("qwen3-30b-a3b", "H100", 16, global_batch=512, ep=8, load=[0] * 128)
+
+    def test_one_sided_stays_in_a_domain(self):
+        kw = {"global_batch": 512, "algorithm": "one_sided", "top": 1000}
+        found = plan("qwen3-30b-a3b", "H200", 16, **kw)
+        self.assertLessEqual(max(x.ep for _, x in found.best), 8)
 
     def test_skewed_load(self):
         load = [1.0] * 128

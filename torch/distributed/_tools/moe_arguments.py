@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 
-__all__ = ["ArgumentParser", "check", "RANGES", "read_json"]
+__all__ = ["ArgumentParser", "check", "check_layer", "RANGES", "read_json"]
 
 # Smallest and largest value. Integers bound a whole number, floats any finite one. The upper
 # ends are far beyond real machines: a larger value is a typing error.
@@ -44,6 +44,9 @@ RANGES: dict[str, tuple[float, float]] = {
     "dense": (0, 10_000), "dense_f": (0, 1 << 20), "window": (0.0, 1.0), "mtp": (0, 100),
     "q_lora": (0, 1 << 20), "kv_lora": (1, 1 << 20), "nope": (1, 1 << 14), "rope": (1, 1 << 14),
     "v_dim": (1, 1 << 14),
+    # of a layer's share: means over ranks or chunks, which need not be whole
+    "rows": (0.0, 1e18), "width": (0.0, 2.0**20), "local": (1e-5, 1e5), "units": (0, 1 << 16),
+    "chunks": (1, 1 << 16),
 }
 # fmt: on
 
@@ -77,6 +80,19 @@ def check(who: str, names: Mapping[str, str] | None = None, **values: Any) -> No
             raise ValueError(
                 f"{who}: {shown} {_described(*RANGES[name])}, got {value!r}"
             )
+
+
+def check_layer(
+    who: str, tokens: float, d: int, f: int, num_experts: int, k: int, ep: int
+) -> None:
+    """:func:`check` of an expert-parallel layer, whose ranks have equally many experts."""
+    names = {"rows": "tokens", "experts": "num_experts"}
+    check(who, names, rows=tokens, d=d, f=f, experts=num_experts, k=k, ep=ep)
+    if k > num_experts or num_experts % ep:
+        raise ValueError(
+            f"{who}: num_experts must be at least k and a multiple of ep, got "
+            f"{num_experts}, k = {k} and ep = {ep}"
+        )
 
 
 class ArgumentParser(argparse.ArgumentParser):

@@ -22,6 +22,8 @@ import functools
 import math
 from typing import Any, NamedTuple, TYPE_CHECKING
 
+from torch.distributed._tools.moe_arguments import check
+
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -125,7 +127,9 @@ def gemm(
     if dtype not in ITEMSIZE:
         raise ValueError(f"gemm: dtype must be one of {list(ITEMSIZE)}, got {dtype!r}")
     p.check_dtype("gemm", dtype)
-    if m <= 0 or groups <= 0 or n <= 0 or k <= 0:
+    for name, value in (("groups", groups), ("m", m), ("n", n), ("k", k)):
+        check("gemm", {"rows": name}, rows=value)
+    if not (m and groups and n and k):
         return 0.0
     c, d = p.constants, p.device
     m = math.ceil(m / align) * align
@@ -144,6 +148,14 @@ def gemm(
     traffic = _operand_traffic(p, groups, m, n, k, size, weight)
     traffic += groups * m * n * out_bytes + extra_bytes
     return smooth_max(compute, traffic / (d.memory_rate * c.memory)) + c.launch_us * US
+
+
+def _passes(who: str, pass_: str) -> int:
+    """Forwards that take as long as a pass."""
+    known = {"fwd": 1, "bwd": 2, "fwd+bwd": 3}
+    if pass_ not in known:
+        raise ValueError(f"{who}: pass_ must be fwd, bwd or fwd+bwd, got {pass_!r}")
+    return known[pass_]
 
 
 def stream(p: Profile, nbytes: float, kernels: int = 1) -> float:
@@ -304,13 +316,11 @@ def experts(
         pass_ (str): ``"fwd"``, ``"bwd"`` or ``"fwd+bwd"``.
         tokens (float, optional): output rows. Default: ``rows``
     """
-    if pass_ not in ("fwd", "bwd", "fwd+bwd"):
-        raise ValueError(f"experts: pass_ must be fwd, bwd or fwd+bwd, got {pass_!r}")
-    if not (0 <= rows < math.inf and 0 < local < math.inf):
-        raise ValueError(
-            f"experts: rows must be at least 0 and local above 0, got {rows} and {local}"
-        )
-    tokens = tokens or rows
+    _passes("experts", pass_)
+    check("experts", {"width": "f"}, rows=rows, d=d, width=f, local=local)
+    if tokens is None:
+        tokens = rows
+    check("experts", {"rows": "tokens"}, rows=tokens)
     g = _Products(p, rows, local, kernel, dtype)
     t = _forward(g, rows, tokens, d, f) if "fwd" in pass_ else 0.0
     return t + (_backward(g, rows, tokens, d, f) if "bwd" in pass_ else 0.0)
@@ -360,7 +370,7 @@ def expert_flops(
 ) -> float:
     """FLOPs of the experts' products, as the flop counter counts them for ``_moe_mlp``."""
     forward = 2 * rows * d * f * (3 if gated else 2)
-    return forward * {"fwd": 1, "bwd": 2, "fwd+bwd": 3}[pass_]
+    return forward * _passes("expert_flops", pass_)
 
 
 def recipe_seconds(
@@ -384,6 +394,7 @@ def recipe_seconds(
         >>> times = recipe_seconds(profile("H100"), 8192, 7168, 2048, 8, ("bf16", "fp8"))
         >>> recipe = {gemm: min(s, key=s.get) for gemm, s in times.items()}
     """
+    check("recipe_seconds", {"width": "f"}, rows=rows, d=d, width=f, local=local)
     out: dict[str, dict[str, float]] = {"forward": {}, "dgrad": {}, "wgrad": {}}
     for dtype in dtypes:
         g = _Products(p, rows, local, "mcore", dtype)
@@ -400,15 +411,21 @@ def router(
     p: Profile, tokens: float, d: int, e: int, k: int, pass_: str = "fwd"
 ) -> float:
     """Seconds of logits, top-k and permutation; backward takes as long again."""
+    check(
+        "router", {"rows": "tokens", "experts": "e"}, rows=tokens, d=d, experts=e, k=k
+    )
     logits = gemm(p, 1, tokens, e, d)
     t = logits + stream(p, tokens * (8 * e + 16 * k), 6)
-    return t * {"fwd": 1, "bwd": 2, "fwd+bwd": 3}[pass_]
+    return t * _passes("router", pass_)
 
 
 def dense_mlp(
     p: Profile, tokens: float, d: int, f: float, dtype: str = "bf16", pass_: str = "fwd", tp: int = 1
 ) -> float:  # fmt: skip
     """Seconds of a gated MLP: a shared expert or a dense layer, over ``tp`` ranks."""
+    check(
+        "dense_mlp", {"rows": "tokens", "width": "f"}, rows=tokens, d=d, width=f, tp=tp
+    )
     if not f:
         return 0.0
     f = int(f / tp)
@@ -417,4 +434,4 @@ def dense_mlp(
         q = quantize(p, tokens * d) + quantize(p, tokens * f)
     products = gemm(p, 1, tokens, 2 * f, d, dtype) + gemm(p, 1, tokens, d, f, dtype)
     t = products + stream(p, 6 * tokens * f) + q
-    return t * {"fwd": 1, "bwd": 2, "fwd+bwd": 3}[pass_]
+    return t * _passes("dense_mlp", pass_)

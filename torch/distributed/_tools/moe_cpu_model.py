@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any, TYPE_CHECKING
 
+from torch.distributed._tools.moe_arguments import check, check_layer
 from torch.distributed._tools.moe_cost_model import (
     hit_experts,
     ITEMSIZE,
@@ -82,6 +83,13 @@ def cpu_experts(
         pass_ (str): ``"fwd"`` or ``"fwd+bwd"``.
         transposed (bool): weights stored as (E, D, 2F) and (E, F, D).
     """
+    names = {"rows": "tokens", "experts": "num_experts"}
+    check("cpu_experts", names, rows=tokens, d=d, f=f, experts=num_experts, k=k)
+    if dtype not in ("bf16", "fp16", "fp32") or pass_ not in ("fwd", "fwd+bwd"):
+        raise ValueError(
+            "cpu_experts: dtype must be bf16, fp16 or fp32 and pass_ fwd or fwd+bwd, got "
+            f"{dtype!r} and {pass_!r}"
+        )
     rows, size = tokens * k, ITEMSIZE[dtype]
     if hit is None:
         hit = hit_experts(num_experts, rows)
@@ -129,7 +137,8 @@ def cpu_exchange(
         dtype (str): of the rows.
         pass_ (str): ``"fwd"`` or ``"fwd+bwd"``.
     """
-    if ep <= 1:
+    check("cpu_exchange", {"rows": "tokens"}, rows=tokens, d=d, k=k, ep=ep)
+    if ep == 1:
         return 0.0
     c = p.cpu
     if c is None:
@@ -159,6 +168,7 @@ def cpu_layer(
         ep (int): ranks that share the experts.
         experts: ``hit``, ``dtype``, ``pass_`` and ``transposed`` of :func:`cpu_experts`.
     """
+    check_layer("cpu_layer", tokens, d, f, num_experts, k, ep)
     if p.cpu is None:
         raise ValueError("cpu_layer: p must be a profile of a CPU, p.cpu is None")
     work = cpu_experts(p.cpu, tokens, d, f, num_experts // ep, k, **experts)
@@ -187,6 +197,8 @@ def cpu_parts(
         shared_f (int): width of the shared experts.
         dtype (str): of rows and products.
     """
+    check("cpu_parts", chunks=chunks)
+    check_layer("cpu_parts", tokens, d, f, num_experts, k, ep)
     if p.cpu is None:
         raise ValueError("cpu_parts: p must be a profile of a CPU, p.cpu is None")
     t = tokens / chunks

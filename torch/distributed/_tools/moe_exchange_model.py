@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple, TYPE_CHECKING
 
+from torch.distributed._tools.moe_arguments import check
 from torch.distributed._tools.moe_cost_model import ITEMSIZE, smooth_max, US
 
 
@@ -58,7 +59,7 @@ def copies(
         node_limit (int): most nodes a token may go to; 0 for any.
         dedup (bool): one copy per rank and one per node, else one per expert.
     """
-    nodes = math.ceil(ep / domain)
+    nodes = math.ceil(ep / domain)  # one with fewer ranks counts as a full one
     reach = min(nodes, node_limit) if node_limit else nodes
     to_nodes = distinct(reach, k) if nodes > 1 else 1.0
     ranks = distinct(ep if nodes <= reach else reach * domain, k) if ep > 1 else 1.0
@@ -94,9 +95,23 @@ ALL_TO_ALLS = {
     "staged": AllToAll(True, True, 1.0, False, 0),
     # Straight to the expert's rank, no counts first, for decode (DeepEP, pplx).
     "low_latency": AllToAll(False, False, 0.0, True, 0),
-    # Stores into the peers' memory inside one domain.
+    # Stores into the peers' memory, which only one domain has (TensorRT-LLM on NVL72).
     "one_sided": AllToAll(False, False, 0.0, True, 0),
 }
+
+
+def _check(
+    who: str, algorithm: str, dtype: str, tokens: float, **sizes: int | float
+) -> None:
+    check(who, {"rows": "tokens", "gpus": "domain"}, rows=tokens, **sizes)
+    for name, value, known in (
+        ("algorithm", algorithm, ALL_TO_ALLS),
+        ("dtype", dtype, ITEMSIZE),
+    ):
+        if value not in known:
+            raise ValueError(
+                f"{who}: {name} must be one of {list(known)}, got {value!r}"
+            )
 
 
 def all_to_all(
@@ -121,7 +136,7 @@ def all_to_all(
         tokens (float): T of a rank.
         d (int): D.
         k (int): K.
-        ep (int): ranks that share the experts.
+        ep (int): ranks that share the experts; ``"one_sided"`` needs them in one domain.
 
     Keyword Args:
         domain (int, optional): ranks joined by the fast link. Default: the device's
@@ -132,14 +147,17 @@ def all_to_all(
         combine (bool): models the combine.
         units (int): SMs of the communication kernel; 0 for as many as needed.
     """
-    if algorithm not in ALL_TO_ALLS:
+    domain = domain or p.device.domain
+    _check("all_to_all", algorithm, dtype, tokens, d=d, k=k, ep=ep, gpus=domain,
+           node_limit=node_limit, imbalance=imbalance, units=units)  # fmt: skip
+    if algorithm == "one_sided" and ep > domain:
         raise ValueError(
-            f"all_to_all: algorithm must be one of {list(ALL_TO_ALLS)}, got {algorithm!r}"
+            f"all_to_all: ep must be at most the {domain} ranks of a domain, whose memory "
+            f"algorithm='one_sided' writes, got {ep}"
         )
-    if ep <= 1:
+    if ep == 1:
         return 0.0
     c, dev, kind = p.constants, p.device, ALL_TO_ALLS[algorithm]
-    domain = domain or dev.domain
     w = copies(ep, domain, k, node_limit, kind.dedup)
     if (
         algorithm == "one_sided"
@@ -173,6 +191,8 @@ def wire_bytes(
     The levels are those of :func:`torch.distributed._moe.exchange.count_wire_bytes`:
     ``flat`` without deduplication between nodes, else ``node`` and ``local``.
     """
+    _check("wire_bytes", "flat", dtype, tokens, d=d, k=k, ep=ep, gpus=domain,
+           node_limit=node_limit)  # fmt: skip
     w = copies(ep, domain, k, node_limit, dedup)
     row = d * ITEMSIZE[dtype]
     if not dedup or ep <= domain:

@@ -12,7 +12,7 @@ import math
 from typing import Any, Literal, NamedTuple, TYPE_CHECKING
 
 from torch.distributed._tools import moe_cost_model as cost
-from torch.distributed._tools.moe_arguments import check
+from torch.distributed._tools.moe_arguments import check, check_layer
 from torch.distributed._tools.moe_cpu_model import cpu_parts
 from torch.distributed._tools.moe_exchange_model import all_to_all
 from torch.distributed._tools.moe_simulator import (
@@ -84,6 +84,7 @@ def fastest_dtypes(
     Returns:
         ``{"forward": dtype, "dgrad": dtype, "wgrad": dtype}``, and the seconds compared.
     """
+    check("fastest_dtypes", {"width": "f"}, rows=rows, d=d, width=f, local=local)
     times = cost.recipe_seconds(p, rows, d, f, local, dtypes or default_dtypes(p))
     return {which: min(s, key=lambda dt: s[dt]) for which, s in times.items()}, times
 
@@ -124,6 +125,13 @@ def choose_chunks(
         PartSeconds,
         simulated_seconds,
     )
+
+    if not candidates:
+        raise ValueError(
+            "choose_chunks: candidates must have a number of chunks, got none"
+        )
+    for n in candidates:
+        check("choose_chunks", {"chunks": "candidates"}, chunks=n)
 
     def best(n: int) -> Chunks:
         dispatch, experts, combine = ((part,) * n for part in parts(n))
@@ -171,6 +179,7 @@ def layer_chunks(
         candidates (sequence of int): chunks to compare.
         exchange: ``domain``, ``algorithm`` and ``node_limit`` of :func:`all_to_all`.
     """
+    check_layer("layer_chunks", tokens, d, f, num_experts, k, ep)
     if p.cpu is not None:
         parts = functools.partial(cpu_parts, p, tokens, d, f, num_experts, k, ep)
         *_, shared = parts(1, shared_f=shared_f)
@@ -209,22 +218,8 @@ def overlap_schedule(
     """The ``OverlapSchedule`` that is first in ``layer_chunks``."""
     from torch.distributed._moe.overlap_schedule import OverlapSchedule
 
-    names = {"experts": "num_experts"}
-    check(
-        "overlap_schedule",
-        names,
-        tokens=tokens,
-        d=d,
-        f=f,
-        experts=num_experts,
-        k=k,
-        ep=ep,
-    )
-    if k > num_experts or num_experts % ep:
-        raise ValueError(
-            "overlap_schedule: num_experts must be at least k and a multiple of ep, got "
-            f"{num_experts}, k = {k} and ep = {ep}"
-        )
+    check("overlap_schedule", tokens=tokens)
+    check_layer("overlap_schedule", tokens, d, f, num_experts, k, ep)
     best = layer_chunks(p, tokens, d, f, num_experts, k, ep, **kw)[0]
     return OverlapSchedule(best.num_chunks, best.shared)
 
@@ -256,6 +251,10 @@ def load_choices(
     if len(share) != model.experts:
         raise ValueError(
             f"plan: load must have {model.experts} entries, one per expert, got {len(share)}"
+        )
+    if not any(share):
+        raise ValueError(
+            f"plan: load must be above 0 for an expert at least, got {len(share)} zeros"
         )
     if x.ep == 1:
         return (

@@ -111,8 +111,11 @@ class Search:
                         f"plan: {name} must divide {what}, got {value}; nearest that works: "
                         f"{name}={nearest}"
                     )
+        one_sided = fixed.get("algorithm") == "one_sided"
+        linked = "ranks that the fast link joins"
         for name, most, what in (
-            ("tp", self.domain, "ranks that the fast link joins"),
+            ("tp", self.domain, linked),
+            *([("ep", self.domain, f"{linked}, with one_sided")] if one_sided else []),
             ("pp", max(1, model.layers // LAYERS_PER_STAGE), "stages of three layers"),
             ("virtual", model.layers // fixed.get("pp", 1), "layers of a stage"),
         ):
@@ -155,7 +158,7 @@ class Search:
             or model.heads % tp
             or (x.get("fsdp") and not model.mla and model.kv_heads % tp)
             or (x.get("fsdp") and seq % tp)  # ranks of tp share out a sequence
-            or (ep > domain and ep % domain)
+            or (ep > domain and (ep % domain or x["algorithm"] == "one_sided"))
         ):
             return None
         copies = x.get("replicate", 1)  # each has all experts
