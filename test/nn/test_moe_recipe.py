@@ -145,6 +145,10 @@ class TestMeasured(TestCase):
         _, of_float = select_recipe(layer.float(), "cpu", tokens=40, seconds=0.0)
         self.assertRegex(of_float, r"against float32 [\d.]+ ms")
         layer.bfloat16()
+        # Each candidate runs once where there is no budget for more.
+        with mock.patch.object(F, "moe_mlp", wraps=F.moe_mlp) as calls:
+            select_recipe(layer, "cpu", tokens=40, seconds=0.0)
+        self.assertEqual(calls.call_count, 1 + len(F._MOE_RECIPES))
         # PyTorch itself never selects a recipe.
         self.assertIsNone(layer.recipe)
         self.assertEqual(before, list(layer.parameters()))

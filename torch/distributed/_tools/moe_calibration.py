@@ -119,19 +119,22 @@ def measure_calls(
     least: int = 3,
 ) -> list[float]:
     """Median seconds of every call. Calls take turns until ``seconds`` are over, at least
-    ``least`` times, so that other jobs disturb all alike."""
-    times: list[list[float]] = [[] for _ in calls]
-    end = time.perf_counter() + seconds
-    for call in calls:
+    ``least`` times, so that other jobs disturb all alike. A first round only warms up; with
+    ``least = 0`` its times count if it took all ``seconds``."""
+
+    def timed(call: Callable[[], object]) -> float:
+        synchronize()
+        start = clock()
         call()
-    while time.perf_counter() < end or len(times[0]) < least:
-        for call, into in zip(calls, times):
-            synchronize()
-            start = clock()
-            call()
-            synchronize()
-            into.append(clock() - start)
-    return [statistics.median(t) for t in times]
+        synchronize()
+        return clock() - start
+
+    end = time.perf_counter() + seconds
+    first = [timed(call) for call in calls]
+    rounds: list[list[float]] = []
+    while time.perf_counter() < end or len(rounds) < least:
+        rounds.append([timed(call) for call in calls])
+    return [statistics.median(t) for t in zip(*(rounds or [first]))]
 
 
 def measure_links(

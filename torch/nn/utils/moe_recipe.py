@@ -85,7 +85,8 @@ def select_recipe(
         tokens: T of a rank, at least 1.
         ep: Ranks that share the experts. Each has E / ep experts, and the rows of a uniform routing.
         training: Forward and backward; ``False``: forward only.
-        seconds: Budget of a measurement.
+        seconds: Budget of a measurement. It does not bound the time to make a random layer, nor one
+            call of every candidate's forward and backward (on a GPU two).
 
     Returns:
         ``(recipe, reason)``: ``recipe`` is an argument of :func:`torch.nn.functional.moe_mlp`. It is ``None``
@@ -259,8 +260,9 @@ def _measured(
     dtype = layer.dtype
 
     def leaf(*shape: int) -> torch.Tensor:
-        x = torch.randn(*shape, generator=gen, dtype=dtype)
-        return x.mul_(shape[-1] ** -0.5).to(device).requires_grad_(training)
+        # Experts are equal, as drawing all of them may take longer than the measurement.
+        x = torch.randn(*shape[-2:], generator=gen, dtype=dtype) * shape[-1] ** -0.5
+        return x.to(device).expand(shape).contiguous().requires_grad_(training)
 
     T, D, H, E, K = layer[:5]
     x, w_in, w_out = leaf(T, D), leaf(E, (1 + gated) * H, D), leaf(E, D, H)
@@ -271,14 +273,15 @@ def _measured(
     leaves = (x, weights, w_in, w_out)
     recipes = (None, *_nn.functional._MOE_RECIPES)
 
-    def forward(recipe: str | None) -> torch.Tensor:
+    outputs: dict[str | None, torch.Tensor] = {}  # of the first forwards, for backward
+
+    def forward(recipe: str | None) -> object:
         with torch.set_grad_enabled(training):
-            return _nn.functional.moe_mlp(
+            y = _nn.functional.moe_mlp(
                 x, ids, weights, w_in, w_out,
                 activation="swiglu" if gated else "silu", recipe=recipe,
             )  # fmt: skip
-
-    outputs = {recipe: forward(recipe) for recipe in recipes}
+        return outputs.setdefault(recipe, y)
 
     def backward(recipe: str | None) -> object:
         y = outputs[recipe]
@@ -292,6 +295,8 @@ def _measured(
         [lambda f=f, r=r: f(r) for r in recipes for f in passes.values()],
         seconds,
         synchronize=module.synchronize if device.type != "cpu" else lambda: None,
+        # A GPU compiles its kernels in the first calls.
+        least=0 if device.type == "cpu" else 1,
     )
     rows = iter(times)
     sides = [
