@@ -617,6 +617,8 @@ class Run:
         def merge(outcome) -> None:
             errors = [s for s in outcome.log.splitlines() if s.startswith("=========")]
             row = {"status": outcome.status, "errors": errors[:40]}
+            if self.options.rehearse:
+                row["by"] = "the interpreter's own checks, not compute-sanitizer"
             found[outcome.job.name.split("/")[1]] = row | (outcome.result or {})
 
         self.stage("sanitizer", jobs, merge, len(jobs))
@@ -640,6 +642,15 @@ class Run:
 
         self.stage("kernels", jobs, merge)
 
+    def add_rows(self, outcome) -> None:
+        self.report.update(outcome.result or {})
+        rows = self.report.get("rows", [])
+        if outcome.status != "ok" and rows and rows[-1]["failed"] == {"row": "died"}:
+            late = f"Timeout (0:00:{ROW_S})" in outcome.log  # of faulthandler
+            rows[-1]["failed"]["row"] = (
+                f"longer than {ROW_S} s" if late else outcome.status
+            )
+
     def rows(self) -> None:
         shapes = shapes_of(self.options)
         # A row that takes the process down is skipped by the next one.
@@ -648,8 +659,7 @@ class Run:
             before = len(self.report.get("rows", []))
             if before == len(shapes) or seconds < ROW_S / 3:
                 break
-            job = self.job("rows", seconds)
-            self.stage("rows", [job], lambda o: self.report.update(o.result or {}))
+            self.stage("rows", [self.job("rows", seconds)], self.add_rows)
             if len(self.report.get("rows", [])) == before:
                 break
         rows = self.report.setdefault("rows", [])
@@ -692,7 +702,8 @@ class Run:
 
     def all(self) -> int:
         if not self.start():
-            print(self.report.get("not_ok"), file=sys.stderr)
+            for name, said in self.report["not_ok"].items():
+                print(f"{name}: {said['status']}\n{said['log']}", file=sys.stderr)
             return 1
         for stage in STAGES:
             if stage not in ("start", *self.options.without):
@@ -736,6 +747,10 @@ def main() -> int:
         if result is not None:
             save(result)
         return 0
+    # It counts devices without using them, which only parts may do.
+    if not options.rehearse and not torch.cuda.device_count():
+        print("gpu_lab.py: no GPU here; --rehearse runs on a CPU", file=sys.stderr)
+        return 2
     # If it is told to end, it ends its parts first.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("gpu_lab.py: told to end"))
     with tempfile.TemporaryDirectory() as folder:

@@ -12,6 +12,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import argparse
 import dataclasses
+import io
 import json
 import operator
 import pathlib
@@ -172,6 +173,18 @@ class TestSummary(TestCase):
             self.assertNotIn(("up", arch), proven_by(checks=failed))
             with self.assertRaisesRegex(ValueError, "rehearsal"):
                 proven_by(device="interpreter")
+            # On the command line an error is one line, and nothing was written.
+            output = pathlib.Path(folder) / "run.json"
+            for text, error in (
+                (None, "No such file"), ("{}", "not the report"), ("x", "not JSON"),
+                (json.dumps({**report, "device": "interpreter"}), "rehearsal"),
+            ):  # fmt: skip
+                if text is not None:
+                    output.write_text(text)
+                with mock.patch("sys.stderr", io.StringIO()) as said:
+                    self.assertEqual(summary.main([str(output), "--prove"]), 2)
+                self.assertRegex(said.getvalue(), f"^summary.py: .*{error}.*\n$")
+                self.assertFalse(output.with_suffix(".txt").exists())
         ops = runpy.run_path(summary.PROVEN)["FAMILIES"].values()
         self.assertEqual({f for names in ops for f in names}, checks.FAMILIES.keys())
 
@@ -564,6 +577,18 @@ print(json.dumps(keys))
 
 
 class TestRobustness(TestCase):
+    def test_a_row_says_how_it_ended(self):
+        for status, log, expected in (
+            ("longer than 850 s", "", "longer than 850 s"),
+            ("died of SIGSEGV", "Timeout (0:12:00)!", "died of SIGSEGV"),
+            ("exit status 1", "Timeout (0:00:45)!", "longer than 45 s"),
+        ):
+            rows = [{"failed": {"row": "died"}}]
+            run = argparse.Namespace(report={})
+            outcome = argparse.Namespace(status=status, log=log, result={"rows": rows})
+            gpu_lab.Run.add_rows(run, outcome)
+            self.assertEqual(run.report["rows"][0]["failed"], {"row": expected})
+
     def test_rounds_shrink_before_rows_do(self):
         budget = gpu_lab.Budget(10)
         self.assertEqual(budget.rounds(1e-3, 10, 20), 20)

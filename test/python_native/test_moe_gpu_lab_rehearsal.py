@@ -20,6 +20,7 @@ import tempfile
 import time
 import unittest
 
+import torch
 from torch.testing._internal.common_utils import run_tests, slowTest, TestCase
 
 
@@ -45,6 +46,20 @@ def rehearse(*arguments):
 
 def table_text(text, arch):
     return text.split(f"# --- table {arch}\n")[1].split("# --- end of table")[0]
+
+
+class TestWithoutGpu(TestCase):
+    @unittest.skipIf(torch.cuda.is_available(), "a GPU is here")
+    def test_says_so_before_it_writes(self):
+        with tempfile.TemporaryDirectory() as folder:
+            for more in ((), ("--tune", "down")):
+                output = pathlib.Path(folder) / "run.json"
+                command = [sys.executable, SCRIPT, "--output", output, *more]
+                run = subprocess.run(command, capture_output=True, text=True)
+                self.assertEqual(run.returncode, 2, run.stderr)
+                self.assertIn("gpu_lab.py: no GPU here; --rehearse", run.stderr)
+                self.assertNotIn("Traceback", run.stdout + run.stderr)
+                self.assertEqual(os.listdir(folder), [])
 
 
 class TestRehearsal(TestCase):
@@ -74,6 +89,7 @@ class TestRehearsal(TestCase):
             self.assertEqual(row["compiled"], "ok", row)
         self.assertEqual(report["sanitizer"]["memcheck"]["failed"], {})
         self.assertIn("layer", report["sanitizer"]["memcheck"]["ran"])
+        self.assertIn("memcheck: ok, the interpreter's own checks, not", page)
         (kernels_row,) = report["kernels"]
         found = {row["kernel"] for row in kernels_row["kernels"]}
         expected = {"up", "down", "act_backward", "input_grad", "dw_in", "dw_out"}

@@ -63,6 +63,8 @@ def _checks(report: dict) -> list[str]:
         lines.append(f"  same bits, {row.get('shape')}: {verdict}")
     for tool, row in report.get("sanitizer", {}).items():
         text = row if isinstance(row, str) else row["status"]
+        if isinstance(row, dict) and "by" in row:
+            text += f", {row['by']}"
         if isinstance(row, dict) and (row.get("failed") or row["status"] != "ok"):
             text = f"FAILED {row['status']} {row.get('failed') or row['errors']}"
         lines.append(f"  {tool}: {text}")
@@ -176,9 +178,25 @@ def _plot_kind(axis, kind: str, rows: list[dict]) -> None:
     axis.legend(fontsize=8, ncols=3)
 
 
+def read_report(output: pathlib.Path) -> dict:
+    """The report of a run.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: it is no report, or of a run that did not start.
+    """
+    try:
+        report = json.loads(output.read_text())
+    except ValueError as e:
+        raise ValueError(f"{output}: is not JSON: {e}") from e
+    if not isinstance(report, dict) or "device" not in report:
+        raise ValueError(f"{output}: is not the report of a run that found its device")
+    return report
+
+
 def write_summary(output: pathlib.Path) -> str:
     """Writes the page, and with matplotlib the plot, beside a report; returns the page."""
-    report = json.loads(output.read_text())
+    report = read_report(output)
     text = page(report)
     try:
         plot(report, output.with_suffix(".png"))
@@ -195,10 +213,12 @@ def prove(report: dict, path: pathlib.Path = PROVEN) -> list[tuple[str, ...]]:
         The rows of that file, (family, arch, card, date, versions).
 
     Raises:
-        ValueError: the run was a rehearsal on a CPU.
+        ValueError: the run was a rehearsal on a CPU, or checked nothing.
     """
     if report["device"] == "interpreter":
         raise ValueError("a rehearsal proves nothing of a GPU")
+    if "checks" not in report:
+        raise ValueError("a run without the stage check proves nothing")
     arch, card = report["arch"], report["device"]
     versions = f"torch {report['torch']}, Triton {report['triton']}"
     rows = {row["family"]: row["ok"] for row in report["checks"]}
@@ -219,9 +239,23 @@ def prove(report: dict, path: pathlib.Path = PROVEN) -> list[tuple[str, ...]]:
     return runs
 
 
+def main(words: list[str]) -> int:
+    paths = [word for word in words if word != "--prove"]
+    if len(paths) != 1 or paths[0].startswith("-"):
+        print("usage: summary.py RUN.json [--prove]", file=sys.stderr)
+        return 2
+    output, runs = pathlib.Path(paths[0]), []
+    try:
+        if "--prove" in words:  # first, as it may refuse
+            runs = prove(read_report(output))
+        print(write_summary(output), end="")
+    except (OSError, ValueError) as e:
+        print(f"summary.py: {e}", file=sys.stderr)
+        return 2
+    for run in runs:
+        print(*run)
+    return 0
+
+
 if __name__ == "__main__":
-    output = pathlib.Path(sys.argv[1])
-    print(write_summary(output), end="")
-    if "--prove" in sys.argv[2:]:
-        for run in prove(json.loads(output.read_text())):
-            print(*run)
+    sys.exit(main(sys.argv[1:]))
