@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import pathlib
+import subprocess
 import sys
 import tempfile
 import time
@@ -141,6 +142,15 @@ class TestCpuOps(TestCase):
         self.assertEqual(len(chosen), 4)
         with self.assertRaisesRegex(ValueError, "--rows nothing matches none of"):
             shapes.select(rows, ["nothing"])
+
+    def test_measure_is_a_module(self):
+        for words in (["--help"], []):
+            command = [sys.executable, measure.__file__, *words]
+            run = subprocess.run(command, capture_output=True, text=True)
+            self.assertEqual(run.returncode, 2)
+            self.assertEqual(
+                run.stderr, "measure.py: a module, without a command line of its own\n"
+            )
 
     def test_median_interval(self):
         low, high, confidence = measure.median_interval(range(10))

@@ -1,5 +1,7 @@
 """How every MoE benchmark measures: one clock, one meter of saved and one of peak bytes, one JSON.
 
+A module of the other benchmarks, without a command line: only :func:`on_hosts` runs it, as a rank.
+
 torch.utils.benchmark times one function after another, so other jobs on the machine may slow one
 of them and not its peer. Here all functions take turns in every round, and ratios are of one round.
 """
@@ -350,6 +352,11 @@ def replace_text(path: pathlib.Path, text: str) -> None:
 
 if __name__ == "__main__":  # a rank of on_hosts
     sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-    _folder = pathlib.Path(sys.argv[1])
+    _folder = pathlib.Path(*sys.argv[1:2])
+    if not (_folder / "call").exists():
+        print(
+            "measure.py: a module, without a command line of its own", file=sys.stderr
+        )
+        sys.exit(2)
     _module, _name, _args = pickle.loads((_folder / "call").read_bytes())
     _run_rank(sys.argv[1], getattr(importlib.import_module(_module), _name), _args)
