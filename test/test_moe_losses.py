@@ -271,6 +271,16 @@ class TestMoeLosses(TestCase):
         with self.assertRaisesRegex(RuntimeError, message):
             function(scores, indices, per_sequence=per_sequence)
 
+    @parametrize("per_sequence", (False, True))
+    def test_negative_scores(self, per_sequence):
+        logits, _, indices = router()
+        with self.assertRaisesRegex(RuntimeError, "scores must not be negative"):
+            load_balancing_loss(logits, indices, per_sequence=per_sequence)
+        # Those of padding are not read.
+        mask = (logits >= 0).all(-1)
+        loss = load_balancing_loss(logits, indices, mask=mask)
+        self.assertTrue(loss.isfinite())
+
     def test_extremes(self):
         uniform = torch.full((8, E), 1 / E)
         one = torch.zeros(8, 1, dtype=torch.int64)
@@ -383,6 +393,11 @@ class TestMoeLosses(TestCase):
             load_balancing_loss(scores, indices[:, :9])
         with self.assertRaisesRegex(ValueError, r"\(\*, S, E\), got \(10, 4\)"):
             load_balancing_loss(scores[0], indices[0], per_sequence=True)
+        for counts in (expert_counts, balance_counts):
+            with self.assertRaisesRegex(
+                ValueError, "num_experts must be at least 1, got -1"
+            ):
+                counts(indices, -1)
         mask = torch.ones(B, S - 1, dtype=torch.bool)
         for name, call in (
             (

@@ -262,6 +262,7 @@ class TestMoeTokenRounding(TestCase):
         [
             subtest(({"scores": torch.rand(16, 4).double()}, "got torch.float64 and torch.float32"), name="mixed"),
             subtest(({"scores": torch.rand(16, 4).bfloat16()}, "got torch.bfloat16 and torch.float32"), name="scores"),
+            subtest(({"tile": 4.0}, "tile must be an int, got 4.0"), name="tile"),
             subtest(({"topk_indices": torch.rand(16, 2)}, "topk_indices must have dtype int32 or int64, got torch.float32"), name="indices"),
         ],
     )  # fmt: skip

@@ -73,6 +73,11 @@ class TestLoadReport(TestCase):
         for value in (-1.0, math.nan, math.inf):
             with self.assertRaisesRegex(ValueError, "finite and not negative"):
                 load_report(counts * value)
+        for value in (-1.0, 3.5, math.nan):
+            with self.assertRaisesRegex(
+                ValueError, rf"overflow must be .*3.0\], got \[0.0, {value}\]"
+            ):
+                load_report(counts, overflow=torch.tensor([0.0, value]))
 
 
 class TestFindNonfinite(TestCase):

@@ -154,6 +154,8 @@ class TestScaledFunctional(TestCase):
             F.moe_mlp(*layer_args(CASE.operands(torch.float64)), recipe="mxfp8")
         with self.assertRaisesRegex(ValueError, "recipe must be one of mxfp8"):
             quantize_weight(ops.w_in, "mx")
+        with self.assertRaisesRegex(ValueError, "^WeightCache: recipe .*got 'x'"):
+            WeightCache("x")
 
     @recipes
     def test_weight_cache(self, recipe):
@@ -254,6 +256,8 @@ class TestScaledFunctional(TestCase):
     def test_quantize_weight_needs_experts(self):
         with self.assertRaisesRegex(ValueError, r"shape \(E, N, K\), got \(64, 32\)"):
             quantize_weight(torch.ones(64, 32), "mxfp8")
+        with self.assertRaisesRegex(TypeError, "weight must be .*got torch.float64"):
+            quantize_weight(torch.ones(2, 64, 32).double(), "mxfp8")
 
     @parametrize("use_reentrant", [False, True])
     def test_checkpoint(self, use_reentrant):

@@ -127,12 +127,16 @@ def expert_counts(
         Tensor: ``(E,)`` int64.
 
     Raises:
-        ValueError: shapes that do not belong together.
+        ValueError: shapes that do not belong together, or ``num_experts`` is below 1.
         TypeError: a dtype breaks a rule above.
         RuntimeError: an expert id is outside [-1, E]. On CUDA this is a device-side
             assert.
     """
     _check_ids("expert_counts", topk_indices)
+    if num_experts < 1:
+        raise ValueError(
+            f"expert_counts: num_experts must be at least 1, got {num_experts}"
+        )
     if topk_indices.dim() == 0:
         raise ValueError("expert_counts: topk_indices must have shape (*, K), got ()")
     _check_mask("expert_counts", mask, topk_indices.shape[:-1])
@@ -216,8 +220,8 @@ def load_balancing_loss(
     Raises:
         ValueError: shapes that do not belong together, or ``counts`` with ``per_sequence``.
         TypeError: a dtype breaks a rule above, as when the arguments are swapped.
-        RuntimeError: an expert id is outside [-1, E]. On CUDA this is a device-side
-            assert.
+        RuntimeError: an expert id is outside [-1, E], or a score that counts is negative.
+            On CUDA this is a device-side assert.
     """
     _check_floating("load_balancing_loss", "scores", scores)
     _check_same_tokens("load_balancing_loss", topk_indices, scores)
@@ -247,6 +251,10 @@ def load_balancing_loss(
         counted = counted & mask
     # Padding may hold anything, NaN too, and gets no gradient.
     scores = torch.where(counted.unsqueeze(-1), scores, 0.0)
+    torch._assert_async(
+        ~_below_functorch(scores < 0).any(),
+        "load_balancing_loss: scores must not be negative, as logits are",
+    )
     ids = torch.where(counted.unsqueeze(-1), ids, num_experts)
     if not per_sequence:
         scores, ids = scores.flatten(0, -2), ids.flatten(0, -2)
@@ -401,7 +409,7 @@ def token_rounding(
     Raises:
         ValueError: shapes that do not belong together, a tile that is not between 1
             and the number of tokens, an unknown rounding.
-        TypeError: a dtype breaks a rule above.
+        TypeError: a dtype breaks a rule above, or ``tile`` is not an int.
         RuntimeError: when training, an expert id is outside [-1, E]. On CUDA this is a
             device-side assert.
 
@@ -505,6 +513,8 @@ def _check_token_rounding(
         raise ValueError(
             f"token_rounding: rounding must be one of {_ROUNDINGS}, got {rounding!r}"
         )
+    if not isinstance(tile, (int, torch.SymInt)):
+        raise TypeError(f"token_rounding: tile must be an int, got {tile!r}")
     if tile < 1:
         raise ValueError(f"token_rounding: tile must be at least 1, got {tile}")
     num_tokens = topk_indices.shape[:-1].numel()

@@ -102,7 +102,8 @@ def load_report(
         LoadReport: a number for each layer.
 
     Raises:
-        ValueError: shapes do not match, or a count is negative or not finite.
+        ValueError: shapes do not match, a count is negative or not finite, or ``overflow`` is not
+            between 0 and the layer's sum of counts.
 
     Example::
 
@@ -136,6 +137,12 @@ def load_report(
     if not (counts.isfinite().all() and (counts >= 0).all()):
         raise ValueError("load_report: counts must be finite and not negative")
     total = counts.sum(1)
+    # Averages of the same slots may differ by a rounding.
+    if not ((spilled >= 0) & (spilled <= total * (1 + 1e-6))).all():
+        raise ValueError(
+            "load_report: overflow must be from 0 to the sums of counts, "
+            f"{total.tolist()}, got {spilled.tolist()}"
+        )
     some = total.clamp(min=torch.finfo(torch.float64).tiny)
     load = counts / some.unsqueeze(1)
     entropy = torch.special.entr(load).sum(1) / max(math.log(num_experts), 1e-300)

@@ -14,6 +14,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 __all__ = ["WeightCache", "quantize_weight"]
 
 
+def _check_recipe(name: str, recipe: str) -> None:
+    recipes = F._MOE_RECIPES
+    if recipe not in recipes:
+        raise ValueError(
+            f"{name}: recipe must be one of {', '.join(recipes)}, got {recipe!r}"
+        )
+
+
 def quantize_weight(weight: Tensor, recipe: str) -> tuple[Tensor, ...]:
     """``weight`` (E, N, K) as :func:`torch.nn.functional.scaled_moe_mlp` quantises it.
 
@@ -27,17 +35,19 @@ def quantize_weight(weight: Tensor, recipe: str) -> tuple[Tensor, ...]:
 
     Raises:
         ValueError: ``recipe`` is none of them, or ``weight`` has not three dimensions.
+        TypeError: ``weight`` is of another dtype.
     """
-    recipes = F._MOE_RECIPES
-    if recipe not in recipes:
-        raise ValueError(
-            f"quantize_weight: recipe must be one of {', '.join(recipes)}, got {recipe!r}"
+    _check_recipe("quantize_weight", recipe)
+    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(
+            "quantize_weight: weight must be float32, bfloat16 or float16, got "
+            f"{weight.dtype}"
         )
     if weight.dim() != 3:
         raise ValueError(
             f"quantize_weight: weight must have shape (E, N, K), got {tuple(weight.shape)}"
         )
-    code = recipes[recipe][1]
+    code = F._MOE_RECIPES[recipe][1]
     rows = torch.ops.aten._moe_quantize(weight.detach(), code)
     if code == ScalingType.BlockWise128x128.value:
         return tuple(rows)
@@ -60,6 +70,9 @@ class WeightCache:
     Args:
         recipe: one of :func:`torch.nn.functional.scaled_moe_mlp`.
 
+    Raises:
+        ValueError: ``recipe`` is none of them.
+
     Example::
 
         >>> cache_in, cache_out = WeightCache("mxfp8"), WeightCache("mxfp8")
@@ -74,6 +87,7 @@ class WeightCache:
     """
 
     def __init__(self, recipe: str) -> None:
+        _check_recipe("WeightCache", recipe)
         self.recipe = recipe
         # The memory, not the tensor: Module.to can't swap a tensor that has weak references.
         self._memory: StorageWeakRef | None = None
