@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from . import patchfile
-from .prbody import file_sizes
+from .prbody import file_sizes, growth
 from .series import Stack
 
 
@@ -28,9 +28,9 @@ def large_prs(stack: Stack) -> list[str]:
     Counted are changed lines outside tests, generated files, docs, data and
     kernels.
     """
-    found = []
+    found, later = [], growth(stack)
     for pr in stack.prs:
-        sizes = [(path, n) for path, n, kind in file_sizes(stack, pr) if not kind]
+        sizes = [(path, n) for path, n, kind in file_sizes(stack, pr, later) if not kind]
         total = sum(n for _, n in sizes)
         if total > MAX_CHANGED_LINES:
             path, most = max(sizes, key=lambda item: item[1])

@@ -168,20 +168,33 @@ def _review(stack: Stack, pr: PullRequest, patch: patchfile.Patch) -> str:
     return f"{text} {pr.large.strip()}" if pr.large else text
 
 
-def file_sizes(stack: Stack, pr: PullRequest) -> Iterator[tuple[str, int, str]]:
-    """(path, changed lines, kind) of every file of a PR.
+def file_sizes(
+    stack: Stack, pr: PullRequest, later: Counter[str] | None = None
+) -> Iterator[tuple[str, int, str]]:
+    """(path, changed lines, kind) of every file of a PR, ``later`` being :func:`growth` where
+    a caller has it.
 
     Kind is "test", "generated", "kernel", "docs", "data" or "" for the code
     whose size is limited.
     """
+    later = growth(stack) if later is None else later
     patch = stack.patch(pr)
     for part in patchfile.split_by_file(patch.diff) if patch else ():
         path = patchfile.path_of(part)
         yield path, patchfile.changed_lines(part), kind_of(path)
     for path in pr.files:
         data = (stack.root / path).read_bytes()
-        lines = 0 if b"\0" in data else data.count(b"\n")
+        lines = 0 if b"\0" in data else data.count(b"\n") - later[path]
         yield path, lines, kind_of(path)
+
+
+def growth(stack: Stack) -> Counter[str]:
+    """Lines that patches add to each file: the tree has a new file as the last PR leaves it."""
+    grown: Counter[str] = Counter()
+    for pr in stack.every_pr:
+        grown.update(path for path, _ in _lines(stack.patch(pr), "+"))
+        grown.subtract(path for path, _ in _lines(stack.patch(pr), "-"))
+    return grown
 
 
 _KINDS = (

@@ -190,3 +190,13 @@ def test_large_pr_with_a_reason(project):
     (line,) = lint.large_prs(project.stack)
     assert line.endswith("; its `large` in series.toml says why")
     assert body(project, "100").count("No part of it works alone.") == 1
+
+
+def test_lines_of_a_later_pr_are_not_counted(project):
+    project.write("torch/nn/moe.py", "x = 1\ny = 2\nz = 3\n")
+    patch = project.root / "torch_patches/110-second.patch"
+    hunk = "@@ -1,2 +1,3 @@\n x = 1\n y = 2\n+z = 3\n"
+    head = "diff --git a/torch/nn/moe.py b/torch/nn/moe.py\n"
+    patch.write_text(patch.read_text() + head + hunk)
+    assert "| `torch/nn/moe.py` | 2 | new |" in body(project, "100")
+    assert "| `torch/nn/moe.py` | 1 |  |" in body(project)

@@ -63,6 +63,7 @@ RoutedTokens route_tokens(
       ", got ",
       shape_string(topk_indices.sym_sizes()));
   check_rank(op, "w_in", w_in, 3, "(E, gF, D)");
+  check_placement(op, "topk_indices", topk_indices, "input", input);
 
   RoutedTokens routed;
   routed.input = flatten_leading(input);

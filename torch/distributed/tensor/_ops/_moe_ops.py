@@ -20,8 +20,8 @@ There is no rule where it would be wrong:
     E                    expert ids are global; expert parallelism moves tokens instead
     D                    the activation is not linear in partial sums over D
 
-Operands sharded along rows, tokens or D are gathered first, which is correct and small;
-``ExplicitRedistributionContext`` shows where. Experts sharded along E are an error: they are
+Operands sharded along rows, tokens or D are gathered first, which is correct: they are small, but
+every rank then computes all tokens. ``ExplicitRedistributionContext`` shows where. Experts sharded along E are an error: they are
 sharded because they are large, and a silent gather would use the memory that this saves.
 """
 
@@ -69,7 +69,8 @@ def _operands(op_schema: OpSchema) -> dict[str, object]:
 
 
 def _is_sharded_by_expert(spec: DTensorSpec) -> bool:
-    return any(placement.is_shard(0) for placement in spec.placements)
+    shards = (p for p in spec.placements if isinstance(p, (Shard, _StridedShard)))
+    return any(placement.dim == 0 for placement in shards)
 
 
 def _check_no_expert_is_elsewhere(
@@ -88,8 +89,8 @@ def _check_no_expert_is_elsewhere(
                 f"{name} counts experts. Allowed are Replicate, and shards of the hidden "
                 "dimension of the experts: the ids in topk_indices are global, so a rank "
                 "with some of the experts would need the tokens that ask for them. Move "
-                "tokens to their experts with torch.distributed._token_switch and call the "
-                "op on local tensors, or redistribute the experts to Replicate first."
+                "tokens to their experts and call the op on local tensors, or "
+                "redistribute the experts to Replicate first."
             )
 
 
