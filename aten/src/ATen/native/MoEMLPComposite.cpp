@@ -3,7 +3,7 @@
 //
 // Where the rules of _grouped_mm allow it, the matmuls are grouped ones. Then no shape
 // depends on data, and nothing syncs with the host unless _grouped_mm does: its kernel for
-// bfloat16 on CUDA does not, its fallback for other dtypes and devices reads `offs`.
+// bfloat16 on sm_90 and later does not, its fallback for all else reads `offs`.
 // Otherwise a loop over the experts reads `offs` on the host once.
 //
 // Each matmul rounds its result to the dtype of input. Biases are added, and router weights

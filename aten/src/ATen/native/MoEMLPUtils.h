@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdint>
 #include <initializer_list>
 #include <limits>
@@ -132,6 +133,7 @@ inline ActivationSpec parse_activation(const char* op, const ActivationOptions& 
       " with '",
       activation,
       "'");
+  TORCH_CHECK_VALUE(!std::isnan(alpha.value_or(0)), op, ": alpha must be a number, got nan");
   TORCH_CHECK_VALUE(
       found->has_limit || !limit.has_value(),
       op,

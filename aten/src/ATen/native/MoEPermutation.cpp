@@ -26,10 +26,10 @@ namespace {
 
 using PermutationResult = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-// On CUDA the ids are checked by an assertion on the device, which needs no sync. Elsewhere
-// they are read on the host, so that the error names the id.
+// Where the device has assertions, they check the ids without a sync. Elsewhere the ids are read on
+// the host, so that the error names the id.
 void check_ids(const Tensor& topk_indices, int64_t num_experts) {
-  if (topk_indices.is_cuda()) {
+  if (topk_indices.is_cuda() || topk_indices.is_mps() || topk_indices.is_xpu()) {
     at::_assert_async(
         topk_indices.ge(-1).logical_and(topk_indices.le(num_experts)).all(),
         "_moe_permutation: topk_indices must be in [-1, num_experts] (-1 and"
@@ -45,7 +45,7 @@ void check_ids(const Tensor& topk_indices, int64_t num_experts) {
 
 } // namespace
 
-// No shape depends on data. On CUDA nothing syncs with the host; elsewhere check_ids does.
+// No shape depends on data. Nothing syncs with the host but check_ids, on some devices.
 PermutationResult moe_permutation_composite(
     const Tensor& topk_indices,
     int64_t num_experts,
