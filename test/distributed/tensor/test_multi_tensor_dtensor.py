@@ -93,6 +93,15 @@ class TestMultiTensorDTensor(MultiProcContinuousTest):
                 optimizer.step()
         self._equal(model, wanted)
 
+    @parametrize("form", ("foreach", "fused"))
+    def test_zero_grad(self, form):
+        model, wanted = self._model(True), self._model(False)
+        optimizer = torch.optim.AdamW(model.parameters(), **{form: True})
+        optimizer.zero_grad(set_to_none=False)
+        for p in wanted.parameters():
+            p.grad.zero_()
+        self._equal(model, wanted, lambda p: p.grad)
+
     @parametrize("norm_type", (1.0, 2.0, float("inf")))
     def test_clip_grad_norm(self, norm_type):
         model, wanted = self._model(True), self._model(False)
