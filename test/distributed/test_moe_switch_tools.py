@@ -102,14 +102,14 @@ class TestSwitchTools(AllToAllTest):
             dist.all_reduce(total)
             steps.append(total.item())
 
-        grow_and_rerun([switch], step, group=dist.group.WORLD)
+        grow_and_rerun([switch], step, groups=[dist.group.WORLD])
         self.assertEqual(steps, [4 * (2 + 2 + 1 + 1), 4 * (3 + 3 + 1 + 1)])
         self.assertEqual(switch.capacity, 3 if self.rank < 2 else 2)
 
         with self.assertRaisesRegex(RuntimeError, "did not fit after 0 reruns"):
             switch.capacity = 1
             tokens = 5
-            grow_and_rerun([switch], step, max_reruns=0, group=dist.group.WORLD)
+            grow_and_rerun([switch], step, max_reruns=0, groups=[dist.group.WORLD])
 
     @parametrize("combine", ["reduce", "exact"])
     @parametrize("capacity", [None, 17])

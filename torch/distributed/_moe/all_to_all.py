@@ -42,12 +42,13 @@ from torch.distributed._moe.exchange import (
     sum_in_order,
     take,
 )
+from torch.distributed._moe.groups import scalar_device
 from torch.distributed._moe.payload import decode, encode, scaled_rows
 from torch.distributed._token_switch import Routing
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import TypeVar
 
     from torch.distributed.device_mesh import DeviceMesh
@@ -56,7 +57,12 @@ if TYPE_CHECKING:
     R = TypeVar("R")
 
 
-__all__ = ["grow_and_rerun", "TokenSwitchAllToAll", "TokenSwitchHierarchical"]
+__all__ = [
+    "any_rank",
+    "grow_and_rerun",
+    "TokenSwitchAllToAll",
+    "TokenSwitchHierarchical",
+]
 
 
 # The bits of what requires gradients are unbounded and a message is int32. 2 is a primitive root of this
@@ -445,45 +451,53 @@ class TokenSwitchAllToAll(CheckedTokenSwitch):
             rows = self.levels[-1].rows_to_slots(handle.routes[-1], rows, handle.top_k)
         return rows
 
-    def _required(self) -> list[int]:
-        """Capacity that each level needed on all its ranks since the last call."""
+    def _needed(self) -> list[int]:
+        """Capacity that each level needed on all its ranks since the last call; -1 if it did not run."""
         needed = [level.needed for level in self.levels]
         worst = torch.stack([n.to(needed[0].device) for n in needed])
         for level in self.levels:
             level.needed = torch.full_like(level.needed, -1)
             # One group after the other reaches all ranks of a mesh.
             dist.all_reduce(worst, dist.ReduceOp.MAX, group=level.group)
-        if min(most := worst.tolist()) < 0:
+        return worst.tolist()
+
+    def required_capacity(self) -> int | tuple[int, ...]:
+        """Capacity needed since the last call, on all ranks. Collective, and one sync."""
+        needed = self._needed()
+        if min(needed) < 0:
             raise RuntimeError(
                 f"{type(self).__name__}: no static routing was made since the last "
                 "check"
             )
-        return most
-
-    def required_capacity(self) -> int | tuple[int, ...]:
-        """Capacity needed since the last call, on all ranks. Collective, and one sync."""
-        needed = self._required()
         return needed[0] if len(needed) == 1 else tuple(needed)
 
     def _too_small(self) -> list[tuple[Exchange, int]]:
         """Static levels that needed more than their capacity since the last call, and how much."""
         if self.capacity is None:
             return []
-        pairs = zip(self.levels, self._required())
+        pairs = zip(self.levels, self._needed())
         return [(level, n) for level, n in pairs if n > (level.capacity or n)]
 
+    def overflow(self) -> str:
+        """The error of :meth:`check_overflow`, or "" if rows fit. Collective, and one sync."""
+        small = self._too_small()
+        if not small:
+            return ""
+        level, needed = small[0]
+        where = "" if level.level == "flat" else f" of level {level.level!r}"
+        return (
+            f"{type(self).__name__}: a pair of ranks needed {needed} rows but "
+            f"capacity{where} is {level.capacity}; tokens were left out. Set it to at "
+            f"least {needed} and run the step again, see grow_and_rerun"
+        )
+
     def check_overflow(self) -> None:
-        """Raises on every rank if rows did not fit since the last check.
+        """Raises on every rank of the switch if rows did not fit since the last check.
 
         Collective, and one sync: call it once per step, before the optimizer's.
         """
-        for level, needed in self._too_small():
-            where = "" if level.level == "flat" else f" of level {level.level!r}"
-            raise RuntimeError(
-                f"{type(self).__name__}: a pair of ranks needed {needed} rows but "
-                f"capacity{where} is {level.capacity}; tokens were left out. Set it to at "
-                f"least {needed} and run the step again, see grow_and_rerun"
-            )
+        if error := self.overflow():
+            raise RuntimeError(error)
 
     def grow(self) -> bool:
         """Raises capacity to what was needed; whether it had to. Collective, and one sync."""
@@ -615,12 +629,21 @@ class TokenSwitchHierarchical(TokenSwitchAllToAll):
         return sizes, calls
 
 
+def any_rank(flag: bool, groups: Sequence[ProcessGroup]) -> bool:
+    """Whether ``flag`` is set on any rank. Collective over one group after the other."""
+    for group in groups:
+        most = torch.tensor([flag], dtype=torch.int32, device=scalar_device(group))
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+        flag = bool(most)
+    return flag
+
+
 def grow_and_rerun(
     switches: list[TokenSwitchAllToAll],
     step: Callable[[], R],
     *,
     max_reruns: int = 2,
-    group: ProcessGroup | None = None,
+    groups: Sequence[ProcessGroup] = (),
 ) -> R:
     """Runs ``step`` and, if tokens did not fit, again with enough capacity.
 
@@ -635,9 +658,9 @@ def grow_and_rerun(
         max_reruns (int): one is enough unless a rerun routes differently. A later layer or
             level that routes tokens which an earlier one left out needs one more each.
             Default: 2
-        group (ProcessGroup, optional): ranks outside the groups of the switches that ``step``
+        groups (Sequence[ProcessGroup]): ranks outside the groups of the switches that ``step``
             communicates with, such as data-parallel replicas. If one has to
-            rerun, all do. Default: None
+            rerun, all do. Default: ()
 
     Returns:
         What the last ``step`` returned; nothing was left out in it.
@@ -646,13 +669,7 @@ def grow_and_rerun(
         result = step()
         # Every switch communicates: no rank stops at the first overflow.
         grown = [switch.grow() for switch in switches]
-        overflow = any(grown)
-        if group is not None:
-            device = dist.distributed_c10d._get_pg_default_device(group)
-            flag = torch.tensor([overflow], dtype=torch.int32, device=device)
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
-            overflow = bool(flag)
-        if not overflow:
+        if not any_rank(any(grown), groups):
             return result
     raise RuntimeError(
         f"grow_and_rerun: tokens still did not fit after {max_reruns} reruns; "

@@ -415,6 +415,23 @@ class TestExpertParallel(ExpertParallelTest):
         output = grow_and_rerun(token_switches(split), lambda: split(x[part]).detach())
         self.assertEqual(output, layer(x)[part])
 
+    def test_overflow_of_several_layers(self):
+        """One check reports all of a step, and a layer that did not run has none."""
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.MoE(D, H, E, K), nn.MoE(D, H, E, K))
+        parallelize_module(model, self.ep_mesh(4), {"*": ExpertParallel(capacity=8)})
+        model(torch.randn(40, D))
+        with self.assertRaisesRegex(RuntimeError, "needed .* rows but capacity is 8"):
+            ExpertParallel.check_overflow(model)
+        x = torch.randn(4, D)
+        for run in (model, model[0], lambda x: x):
+            run(x)
+            ExpertParallel.check_overflow(model)
+        output = ExpertParallel.grow_and_rerun(model, lambda: model[0](x).detach())
+        self.assertEqual(output, model[0](x))
+        for switch in token_switches(model):
+            self.assertEqual(switch.capacity, 8)
+
     def test_leading_dims_names_and_copies(self):
         torch.manual_seed(0)
         x = torch.randn(2, 3, D)

@@ -288,6 +288,48 @@ class TestWithoutFSDP(CompositionTest):
         self.assertEqual(group_timeout(world), before)
 
 
+@instantiate_parametrized_tests
+class TestOverflow(CompositionTest):
+    """Ranks that share gradients of experts agree whether tokens did not fit."""
+
+    @parametrize("kind", ["replicas", "fsdp", "hybrid"])
+    def test_every_rank_knows_of_one(self, kind):
+        model, style = make_model(), {"*.moe": ExpertParallel(capacity=8)}
+        if kind == "replicas":
+            parallelize_module(model, self.mesh(("dp_replicate", "ep"), 2, 2), style)
+        else:
+            names, shape = (("dp_shard",), (4,))
+            if kind == "hybrid":
+                names, shape = (("dp_replicate", "dp_shard"), (2, 2))
+            dense = self.mesh(names, *shape)
+            sparse = self.sparse(names, shape, 2 if kind == "fsdp" else 1)
+            parallelize_module(model, sparse["ep"], style)
+            efsdp = (
+                sparse["dp_replicate", "efsdp"] if kind == "hybrid" else sparse["efsdp"]
+            )
+            placement = expert_shard_placement(model, efsdp, dense)
+            for block in model:
+                fully_shard(block, mesh=dense, shard_placement_fn=placement)
+        x = torch.randn(40 if self.rank == 1 else 1, D, dtype=torch.double)
+
+        def step():
+            model.zero_grad()
+            model(x).square().sum().backward()
+
+        step()
+        raised = torch.zeros(1)
+        try:
+            ExpertParallel.check_overflow(model)
+        except RuntimeError as error:
+            self.assertIn("tokens were left out", str(error))
+            raised += 1
+        dist.all_reduce(raised)  # one that did not raise would leave the others waiting
+        self.assertEqual(raised.item(), 4)
+        # The collectives of FSDP are of all ranks: one that reran alone would wait.
+        ExpertParallel.grow_and_rerun(model, step)
+        ExpertParallel.check_overflow(model)
+
+
 class TestPipelineParallel(CompositionTest):
     def test_stage_with_experts(self):
         whole = make_model()

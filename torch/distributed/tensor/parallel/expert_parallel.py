@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed._local_tensor import local_tensor_mode
 from torch.distributed._moe.all_gather import TokenSwitchAllGather
 from torch.distributed._moe.all_to_all import (
+    any_rank,
     grow_and_rerun,
     TokenSwitchAllToAll,
     TokenSwitchHierarchical,
@@ -90,11 +91,13 @@ class _Region:
         switch: TokenSwitch,
         schedule: Schedule,
         tp_mesh: DeviceMesh | None,
+        ep_mesh: DeviceMesh,
         original: dict[str, Callable[..., Any]],
     ) -> None:
         self.adapter = adapter
         self.switch = switch
         self.schedule = schedule
+        self.ep_mesh = ep_mesh
         self.tp_mesh = tp_mesh
         self.original = original
         self.placed: PlacedLayer | None = None
@@ -414,14 +417,18 @@ class ExpertParallel(ParallelStyle):
     def check_overflow(model: nn.Module) -> None:
         """Raises on every rank if tokens did not fit ``capacity`` since the last check.
 
+        That is on every rank of the mesh of the experts, replicas and ranks of FSDP included.
         Collective, and one sync for each layer. Call it once per step, before the optimizer uses
         the gradients.
 
         Args:
             model (nn.Module): has expert parallel modules.
         """
-        for switch in _static_switches(model):
-            switch.check_overflow()
+        # Every layer is asked: what it needed must not be found in a later step.
+        errors = [e for switch in _static_switches(model) if (e := switch.overflow())]
+        if any_rank(bool(errors), _gradient_groups(model)):
+            other = "ExpertParallel: tokens were left out on ranks that share gradients with this one"
+            raise RuntimeError(errors[0] if errors else f"{other}; see their errors")
 
     @staticmethod
     def grow_and_rerun(
@@ -441,13 +448,16 @@ class ExpertParallel(ParallelStyle):
         Keyword Args:
             max_reruns (int): Default: 2
             group (ProcessGroup, optional): other ranks that ``step`` communicates with than
-                those that share experts. If one has to rerun, all do. Default: None
+                those of the mesh of the experts. If one has to rerun, all do. Default: None
 
         Returns:
             What the last ``step`` returned; nothing was left out in it.
         """
+        groups = _gradient_groups(model)
+        if group is not None:
+            groups.append(group)
         switches = _static_switches(model)
-        return grow_and_rerun(switches, step, max_reruns=max_reruns, group=group)
+        return grow_and_rerun(switches, step, max_reruns=max_reruns, groups=groups)
 
     def _make_switch(self, ep_mesh: DeviceMesh, num_experts: int) -> TokenSwitch:
         """Switch over the ranks of ``ep_mesh``; rank r has the r-th experts."""
@@ -550,6 +560,7 @@ class ExpertParallel(ParallelStyle):
             self._make_switch(mesh_of["ep"], slots),
             self.schedule,
             mesh_of.get("tp"),
+            mesh_of["ep"],
             {
                 name: getattr(module, name).__func__
                 for name in ("forward", adapter.method)
@@ -742,6 +753,26 @@ def token_switches(model: nn.Module) -> list[TokenSwitch]:
     return [region.switch for region in regions if region is not None]
 
 
+def _is_static(switch: TokenSwitch) -> bool:
+    return isinstance(switch, TokenSwitchAllToAll) and switch.capacity is not None
+
+
 def _static_switches(model: nn.Module) -> list[TokenSwitchAllToAll]:
-    switches = token_switches(model)
-    return [s for s in switches if isinstance(s, TokenSwitchAllToAll) and s.capacity]
+    switches = filter(_is_static, token_switches(model))
+    return cast("list[TokenSwitchAllToAll]", list(switches))
+
+
+def _gradient_groups(model: nn.Module) -> list[ProcessGroup]:
+    """Groups of other ranks that share gradients of experts with a capacity."""
+    groups: dict[str, ProcessGroup] = {}
+    for module in model.modules():
+        region = getattr(module, "_expert_parallel", None)
+        if region is None or not _is_static(region.switch):
+            continue
+        # Not the mesh of parallelize_module: FSDP adds its dims later.
+        mesh = _value(module, region.expert_names[0]).device_mesh
+        if mesh.ndim > 1:
+            ep_name = region.ep_mesh.get_group().group_name
+            of_mesh = {group.group_name: group for group in mesh.get_all_groups()}
+            groups |= {k: group for k, group in of_mesh.items() if k != ep_name}
+    return list(groups.values())
