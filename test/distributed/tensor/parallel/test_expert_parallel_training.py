@@ -214,6 +214,13 @@ class TestExpertParallelTraining(GlooTest):
             # It averages over ranks; gradients of experts are sums.
             wanted = q.grad if isinstance(p, DTensor) else q.grad / 2
             self.assertEqual(full(p.grad), wanted)
+        # Of the module that it wraps, it compares names with and without a dot.
+        layer = self._model()[1]
+        names = [n for n, p in layer.named_parameters() if isinstance(p, DTensor)]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            layer, [*names, *(f".{name}" for name in names)]
+        )
+        self._loss(DistributedDataParallel(layer)).backward()
 
     def test_fsdp2(self):
         model, reference = self._model(), self._model(parallel=False)
