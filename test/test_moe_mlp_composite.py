@@ -191,7 +191,9 @@ class TestMoeMlpComposite(TestCase):
             results.append((output, preact, *grads))
         self.assertEqual(results[0], results[1], atol=0, rtol=0)
 
-    @parametrize("size, weight, scale, grad", [(2e-3, 1e-3, 2e3, 5), (300, 16, 2e-3, 0.01)])
+    @parametrize(
+        "size, weight, scale, grad", [(2e-3, 1e-3, 2e3, 5), (300, 16, 2e-3, 0.01)]
+    )
     def test_float16_gradients_of_large_products(self, size, weight, scale, grad):
         """Where dO is weighted first, as autograd does without the op, all products are finite."""
         case = MoeCase("range", num_tokens=13, num_experts=4, dim=16, hidden=24)

@@ -140,6 +140,13 @@ ERRORS = [
         alpha=1.5,
     ),
     bad(
+        "alpha_nan",
+        ValueError,
+        "alpha must be a number, got nan",
+        activation="swiglu_oai",
+        alpha=float("nan"),
+    ),
+    bad(
         "limit",
         ValueError,
         "limit must be > 0, got -7",

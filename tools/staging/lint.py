@@ -30,7 +30,9 @@ def large_prs(stack: Stack) -> list[str]:
     """
     found, later = [], growth(stack)
     for pr in stack.prs:
-        sizes = [(path, n) for path, n, kind in file_sizes(stack, pr, later) if not kind]
+        sizes = [
+            (path, n) for path, n, kind in file_sizes(stack, pr, later) if not kind
+        ]
         total = sum(n for _, n in sizes)
         if total > MAX_CHANGED_LINES:
             path, most = max(sizes, key=lambda item: item[1])

@@ -426,7 +426,8 @@ def error_and_bound(
 
     def worst(start: int, ulps: int) -> tuple[float, float]:
         error, yardstick, size = (
-            x.flatten(start).amax(-1).flatten() for x in (errors, yardsticks, exact.abs())
+            x.flatten(start).amax(-1).flatten()
+            for x in (errors, yardsticks, exact.abs())
         )
         # What cancels almost to 0 has the error of its terms.
         bound = 2 * yardstick + ulps * eps * size.clamp_min(size.max() / 64)
