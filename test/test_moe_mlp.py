@@ -345,6 +345,28 @@ class TestMoeMlp(TestCase):
         self.check_backward(ops, preact, backend)
 
     @all_backends
+    @parametrize(
+        "size, weight, scale, grad", [(2e-3, 1e-3, 2e3, 5), (300, 16, 2e-3, 0.01)]
+    )
+    def test_large_products_in_float16(
+        self, device, size, weight, scale, grad, backend
+    ):
+        """Where dO is weighted first, as autograd does without the op, all products are finite."""
+        case = MoeCase("range", num_tokens=13, num_experts=4, dim=16, hidden=24)
+        ops = case.operands(torch.float16, device, bias=True, activation="silu")
+        ops = dataclasses.replace(
+            ops,
+            input=torch.full_like(ops.input, size),
+            w_in=torch.ones_like(ops.w_in),
+            w_out=torch.full_like(ops.w_out, scale),
+            topk_weights=torch.full_like(ops.topk_weights, weight),
+            grad_out=torch.full_like(ops.grad_out, grad),
+        )
+        _, preact = self.check_forward(ops, backend, activation="silu")
+        grads = self.check_backward(ops, preact, backend, activation="silu")
+        self.assertTrue(all(g.isfinite().all() for g in grads))
+
+    @all_backends
     def test_expanded(self, device, backend):
         ops = get_case("uniform").operands(torch.float32, device, bias=True)
         E = ops.offs.shape[0]

@@ -17,6 +17,7 @@
 #include <ATen/ops/empty_like.h>
 #endif
 
+#include <cmath>
 #include <numeric>
 
 #ifdef __linux__
@@ -109,7 +110,8 @@ class BackwardPass {
       const auto act = [this](int64_t row, int64_t f0, int64_t n, scalar_t* out) {
         (this->*weighted_act_)(row, f0, n, out);
       };
-      weight_grad(grads_.w_out, in_.w_out, {grad_out, {}}, {{}, act});
+      weight_unit_ = weight_unit();
+      weight_grad(grads_.w_out, in_.w_out, {grad_out, {}}, {{}, act}, weight_unit_);
     }
     if (grads_.b_out.defined()) {
       column_sums(routing_, grad_out, /*weighted=*/true, grads_.b_out);
@@ -119,10 +121,23 @@ class BackwardPass {
  private:
   void weight_grad(
       Tensor& grad, const Tensor& weight, const GradOperand<scalar_t>& left,
-      const GradOperand<scalar_t>& right) const {
+      const GradOperand<scalar_t>& right, acc_t unit = 1) const {
     grad = at::empty_like(weight);
     map_huge_pages(grad);
-    WeightGrad<scalar_t, Micro>(grad, left, right).run(routing_);
+    WeightGrad<scalar_t, Micro>(grad, left, right, unit).run(routing_);
+  }
+
+  // A power of two by which router weights are divided before s * A is rounded to float16, whose
+  // range it could leave.
+  acc_t weight_unit() const {
+    acc_t largest = 1;
+    if constexpr (std::is_same_v<scalar_t, Half>) {
+      for (const auto row : c10::irange(routing_.last_row)) {
+        const acc_t weight = std::abs(routing_.weight(row));
+        largest = weight > largest && std::isfinite(weight) ? weight : largest;
+      }
+    }
+    return std::exp2(static_cast<acc_t>(std::ilogb(largest)));
   }
 
   void compute_grad_hidden(const RowSource<scalar_t>& grad_out) const {
@@ -167,7 +182,7 @@ class BackwardPass {
     }
   }
 
-  // s * A of units [f0, f0 + n) of a row.
+  // s * A of units [f0, f0 + n) of a row, over weight_unit_.
   template <typename Act>
   void weighted_act(int64_t row, int64_t f0, int64_t n, scalar_t* out) const {
     if (routing_.slot(row) < 0) {
@@ -177,7 +192,7 @@ class BackwardPass {
     const scalar_t* h = preact_data_ + row * layout_.cols();
     layout_.for_each_half(
         h, f0 + n, n, [](const scalar_t* x, int64_t count) { prefetch(x, count); });
-    const Vec scale(routing_.weight(row));
+    const Vec scale(routing_.weight(row) / weight_unit_);
     store_row<Micro>(out, n, [&](int64_t j, int64_t count) {
       const auto x = layout_.load(h, layout_.hidden, f0 + j, count);
       return scale *
@@ -226,6 +241,7 @@ class BackwardPass {
   const scalar_t* preact_data_;
   Tensor grad_hidden_;        // dH (last_row, G*F)
   Tensor grad_weight_parts_;  // (last_row, panels_)
+  acc_t weight_unit_ = 1;
   // Data of the two above, or null.
   scalar_t* grad_hidden_data_ = nullptr;
   acc_t* parts_data_ = nullptr;

@@ -51,7 +51,7 @@ void moe_expert_grad_kernel(
     const auto rows = [](const Tensor& x) {
       return GradOperand<scalar_t>{{x.const_data_ptr<scalar_t>(), x.stride(0)}};
     };
-    WeightGrad<scalar_t, decltype(micro)>(grad, rows(left), rows(right))
+    WeightGrad<scalar_t, decltype(micro)>(grad, rows(left), rows(right), /*unit=*/1)
         .run(Routing<acc_type<scalar_t>>(inputs));
   });
 }

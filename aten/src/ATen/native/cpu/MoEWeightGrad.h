@@ -64,10 +64,11 @@ class WeightGrad {
 
  public:
   // left has I columns and right has J. The operands change sides when I is the
-  // dense dimension of the gradient.
+  // dense dimension of the gradient. In float16 the sums are multiplied by unit.
   WeightGrad(
-      const Tensor& grad, const GradOperand<scalar_t>& left, const GradOperand<scalar_t>& right)
-      : grad_(grad), left_(left), right_(right) {
+      const Tensor& grad, const GradOperand<scalar_t>& left, const GradOperand<scalar_t>& right,
+      acc_t unit)
+      : grad_(grad), left_(left), right_(right), unit_(unit) {
     const bool rows_dense = grad.size(1) <= 1 || grad.stride(1) == 1;
     const bool cols_dense = grad.size(2) <= 1 || grad.stride(2) == 1;
     target_ = rows_dense || cols_dense ? grad : grad.new_empty(grad.sizes());
@@ -212,7 +213,12 @@ class WeightGrad {
   void store_lines(const acc_t* sums, int64_t lines, int64_t n, scalar_t* out) const {
     for (const auto i : c10::irange(lines)) {
       store_row<Micro>(out + i * line_stride_, n, [&](int64_t j, int64_t) {
-        return load_lanes(sums + i * kPanelCols + j);
+        const auto sum = load_lanes(sums + i * kPanelCols + j);
+        if constexpr (std::is_same_v<scalar_t, Half>) {
+          return VecOf<scalar_t>(unit_) * sum;
+        } else {
+          return sum;
+        }
       });
     }
   }
@@ -254,6 +260,7 @@ class WeightGrad {
 
   const Tensor& grad_;
   GradOperand<scalar_t> left_, right_;
+  acc_t unit_;
   Tensor target_;
   scalar_t* data_;  // of target_
   int64_t lines_, length_, line_stride_;
