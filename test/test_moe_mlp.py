@@ -346,18 +346,24 @@ class TestMoeMlp(TestCase):
 
     @all_backends
     @parametrize(
-        "size, weight, scale, grad", [(2e-3, 1e-3, 2e3, 5), (300, 16, 2e-3, 0.01)]
+        "size, weight, scale, grad",
+        [
+            (0.128, 1e-3, 2e3, 5),
+            (19200, 16, 2e-3, 0.01),
+            (0.128, 1, 440, 5),
+            (64, 0.01, 0.1, 2e-5),
+        ],
     )
     def test_large_products_in_float16(
         self, device, size, weight, scale, grad, backend
     ):
-        """Where dO is weighted first, as autograd does without the op, all products are finite."""
+        """As exact as where dO is weighted first, as autograd does without the op."""
         case = MoeCase("range", num_tokens=13, num_experts=4, dim=16, hidden=24)
-        ops = case.operands(torch.float16, device, bias=True, activation="silu")
+        ops = case.operands(torch.float16, device, activation="silu")
         ops = dataclasses.replace(
             ops,
             input=torch.full_like(ops.input, size),
-            w_in=torch.ones_like(ops.w_in),
+            w_in=torch.full_like(ops.w_in, 1 / 64),
             w_out=torch.full_like(ops.w_out, scale),
             topk_weights=torch.full_like(ops.topk_weights, weight),
             grad_out=torch.full_like(ops.grad_out, grad),
@@ -442,14 +448,16 @@ class TestMoeMlp(TestCase):
         ):
             run_backward("native", ops, preact)
 
-    def test_no_preact_but_a_gradient(self, device):
+    @parametrize("autocast", [False, True])
+    def test_no_preact_but_a_gradient(self, device, autocast):
         """Autograd computes it again, as for a program that was exported for inference and is trained."""
         ops = get_case("uniform").operands(torch.float32, device, bias=True)
         ops.w_in.requires_grad_()
         grads = []
         for compute_preact in (True, False):
             output, _ = torch._moe_mlp(*ops.args(), compute_preact=compute_preact)
-            grads.append(torch.autograd.grad(output, ops.w_in, ops.grad_out))
+            with torch.autocast(device, torch.bfloat16, enabled=autocast):
+                grads.append(torch.autograd.grad(output, ops.w_in, ops.grad_out))
         self.assertEqual(grads[0], grads[1], rtol=0, atol=0)
 
     @all_backends

@@ -120,13 +120,14 @@ def masked_indices(diff: OpDiff) -> dict[DispatchKey, BackendIndex]:
 def parse_all_backends(yaml: str, tags: str) -> gen.ParsedYaml:
     """The yaml with the kernels of every platform, as ``gen.py --update-aoti-c-shim`` reads it."""
     # The cache does not ask which keys were ignored.
-    gen._GLOBAL_PARSE_NATIVE_YAML_CACHE.pop(yaml, None)
-    usual = list(dispatch_keys)
+    cache = gen._GLOBAL_PARSE_NATIVE_YAML_CACHE
+    cached, usual = cache.pop(yaml), list(dispatch_keys)
     dispatch_keys[:] = _ALL_KEYS
     try:
         return gen.parse_native_yaml(yaml, tags, {DispatchKey.MTIA})
     finally:
         dispatch_keys[:] = usual
+        cache[yaml] = cached
 
 
 def _ignored() -> set[DispatchKey]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import numbers
 from typing import Any, TYPE_CHECKING
 
 
@@ -52,8 +53,8 @@ RANGES: dict[str, tuple[float, float]] = {
 
 
 def _is_in(value: Any, low: float, high: float) -> bool:
-    kinds = int if isinstance(low, int) else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds):
+    kind = numbers.Integral if isinstance(low, int) else numbers.Real
+    if isinstance(value, bool) or not isinstance(value, kind):
         return False
     return low <= value <= high  # not of NaN
 

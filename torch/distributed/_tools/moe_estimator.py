@@ -41,7 +41,7 @@ def _moe_op_seconds(p: Profile, name: str, args: Sequence[Any]) -> float:
     rows = slots.shape[0] if slots is not None else x.shape[0]
     (e, d, f), dtype = w_out.shape, _DTYPES.get(x.dtype, "bf16")
     pass_ = "bwd" if shift else "fwd"
-    if not w_out.numel():  # its output is all zeros
+    if not w_out.numel():  # nothing is multiplied
         return 0.0
     if p.cpu is not None:
         whole = {

@@ -454,8 +454,9 @@ def check_close(
 
     ``max|actual - reference| <= 2*max|unfused - reference| + 4*eps(dtype)*max|reference|``
 
-    It holds for the whole tensor, and with ``16*eps`` for each row or, of three dimensions, each expert,
-    down to 1/64 of the largest: what is small next to the rest is not lost in its tolerance.
+    It holds for the whole tensor, and with ``16*eps`` for each row of at least 8 numbers or, of three
+    dimensions, each expert, down to 1/64 of the largest: what is small next to the rest is not lost
+    in its tolerance.
 
     Raises:
         AssertionError: the error is larger (NaN never passes), or shapes differ.

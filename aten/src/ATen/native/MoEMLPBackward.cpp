@@ -1,8 +1,8 @@
 // _moe_mlp_backward of ATen ops, for every backend, and the Meta function. MoEMLPBackward.h has
 // what low precision needs as well.
 //
-// No matmul of the forward runs again: the activation is computed again from H, and the
-// gradient of a router weight is <dO W_out, A>.
+// No matmul of the forward runs again where H was kept: the activation is computed again from H,
+// and the gradient of a router weight is <dO W_out, A>.
 #define TORCH_ASSERT_ONLY_METHOD_OPERATORS
 #include <ATen/ExpandUtils.h>
 #include <ATen/TensorOperators.h>
@@ -25,6 +25,8 @@
 #include <ATen/ops/frexp.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/gelu_backward.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/maximum.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/silu.h>
@@ -213,12 +215,17 @@ void backward_of_preact(
   }
 }
 
-// Splits float16's router weights (R, 1) into a power of two, which is returned and which dO is
-// multiplied by, and `s`, the rest: as where autograd weights the experts' outputs, no product is
-// larger than the gradient that it is for. At least 2^-6, as dO should not become subnormal.
-Tensor split_scale(Tensor& s) {
-  const auto exponent = std::get<1>(at::frexp(s)).clamp_min(-6).to(s.scalar_type());
-  const auto scale = at::exp2(exponent);
+// Splits float16's router weights `s` (R, 1) into a power of two, which is returned and which dO is
+// multiplied by, and the rest: no product is more than twice the gradient that it is for, as
+// where autograd weights the experts' outputs. Rows of dO below 1 are not made smaller, which
+// would cost them bits.
+Tensor split_scale(Tensor& s, const Tensor& dy) {
+  const auto [mantissa, exponent] = at::frexp(s);
+  const auto largest = at::linalg_vector_norm(dy, INFINITY, /*dim=*/1, /*keepdim=*/true);
+  const auto smallest = std::get<1>(at::frexp(largest)).neg().clamp_max(0);
+  // The smallest power of two that is not below s.
+  const auto wanted = exponent - mantissa.abs().eq(0.5).to(kInt);
+  const auto scale = at::exp2(at::maximum(wanted, smallest).clamp_max(15).to(s.scalar_type()));
   s = s / scale;
   return scale;
 }
@@ -243,8 +250,8 @@ void backward_of_live_rows(
   if (in.topk_weights.defined()) {
     // Rows without a slot would take the weight of slot 0, which may be infinite.
     s = routing.mask(weights_of_rows(in.topk_weights, routing)).to(type);
-    if (dtype == kHalf) {
-      scale = split_scale(s);
+    if (dtype == kHalf && dy.numel() > 0) {
+      scale = split_scale(s, dy);
       multiply_dy(scale);
     }
   }

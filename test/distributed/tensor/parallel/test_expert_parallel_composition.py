@@ -292,7 +292,7 @@ class TestWithoutFSDP(CompositionTest):
 class TestOverflow(CompositionTest):
     """Ranks that share gradients of experts agree whether tokens did not fit."""
 
-    @parametrize("kind", ["replicas", "fsdp", "hybrid"])
+    @parametrize("kind", ["replicas", "fsdp", "hybrid", "fsdp_unsharded"])
     def test_every_rank_knows_of_one(self, kind):
         model, style = make_model(), {"*.moe": ExpertParallel(capacity=8)}
         if kind == "replicas":
@@ -302,7 +302,7 @@ class TestOverflow(CompositionTest):
             if kind == "hybrid":
                 names, shape = (("dp_replicate", "dp_shard"), (2, 2))
             dense = self.mesh(names, *shape)
-            sparse = self.sparse(names, shape, 2 if kind == "fsdp" else 1)
+            sparse = self.sparse(names, shape, 1 if kind == "hybrid" else 2)
             parallelize_module(model, sparse["ep"], style)
             efsdp = (
                 sparse["dp_replicate", "efsdp"] if kind == "hybrid" else sparse["efsdp"]
@@ -310,6 +310,8 @@ class TestOverflow(CompositionTest):
             placement = expert_shard_placement(model, efsdp, dense)
             for block in model:
                 fully_shard(block, mesh=dense, shard_placement_fn=placement)
+                # As for the micro-batches of a step.
+                block.set_reshard_after_backward(kind != "fsdp_unsharded")
         x = torch.randn(40 if self.rank == 1 else 1, D, dtype=torch.double)
 
         def step():
@@ -323,7 +325,7 @@ class TestOverflow(CompositionTest):
         except RuntimeError as error:
             self.assertIn("tokens were left out", str(error))
             raised += 1
-        dist.all_reduce(raised)  # one that did not raise would leave the others waiting
+        dist.all_reduce(raised)
         self.assertEqual(raised.item(), 4)
         # The collectives of FSDP are of all ranks: one that reran alone would wait.
         ExpertParallel.grow_and_rerun(model, step)

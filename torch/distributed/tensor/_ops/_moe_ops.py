@@ -21,8 +21,9 @@ There is no rule where it would be wrong:
     D                    the activation is not linear in partial sums over D
 
 Operands sharded along rows, tokens or D are gathered first, which is correct: they are small, but
-every rank then computes all tokens. ``ExplicitRedistributionContext`` shows where. Experts sharded along E are an error: they are
-sharded because they are large, and a silent gather would use the memory that this saves.
+every rank then computes all tokens. ``ExplicitRedistributionContext`` shows where. Experts sharded
+along E are an error: they are sharded because they are large, and a silent gather would use the
+memory that this saves.
 """
 
 from collections.abc import Sequence

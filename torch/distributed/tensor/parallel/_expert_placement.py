@@ -270,7 +270,7 @@ class ExpertPlacement:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from ``state``, with a new plan for another number of ranks or slots.
 
-        All ranks load the same state. The next eager forward compares the loaded plans; a rank that
+        All ranks load the same state. The next eager forward compares which ranks have which experts; a rank that
         loads nothing, where others do, is seen when they time out.
 
         Raises:

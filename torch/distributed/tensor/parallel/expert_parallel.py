@@ -764,13 +764,23 @@ def _static_switches(model: nn.Module) -> list[TokenSwitchAllToAll]:
 
 def _gradient_groups(model: nn.Module) -> list[ProcessGroup]:
     """Groups of other ranks that share gradients of experts with a capacity."""
+    from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
+
+    # FSDP adds its dims to the mesh of parallelize_module, but a parameter has them only while it is sharded.
+    sharded: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        state = _get_module_fsdp_state(module)
+        for param_group in state._fsdp_param_groups if state is not None else ():
+            for param in param_group.fsdp_params:
+                if hasattr(param, "_unsharded_param"):
+                    sharded[id(param._unsharded_param)] = param.sharded_param
     groups: dict[str, ProcessGroup] = {}
     for module in model.modules():
         region = getattr(module, "_expert_parallel", None)
         if region is None or not _is_static(region.switch):
             continue
-        # Not the mesh of parallelize_module: FSDP adds its dims later.
-        mesh = _value(module, region.expert_names[0]).device_mesh
+        value = _value(module, region.expert_names[0])
+        mesh = cast(DTensor, sharded.get(id(value), value)).device_mesh
         if mesh.ndim > 1:
             ep_name = region.ep_mesh.get_group().group_name
             of_mesh = {group.group_name: group for group in mesh.get_all_groups()}
