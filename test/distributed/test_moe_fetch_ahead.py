@@ -406,6 +406,24 @@ class TestFetchAhead(GlooTest):
                 model.train()
         self.check_same(model, whole)
 
+    def test_loaded_plans_are_compared_first(self):
+        """A plan of a later layer that differs is refused before it is fetched ahead."""
+        whole, model, placement = self.pair()
+        self.use(placement, 0)
+        good = placement.state_dict()
+        for _ in range(2):
+            self.loss(model, 0)
+        if self.rank == 0:
+            placement.layers[2].use(any_plan(TOPOLOGY, E, 40))
+        placement.load_state_dict(placement.state_dict())
+        with self.assertRaisesRegex(RuntimeError, "checksum of the loaded plan"):
+            self.loss(model, 0)
+        placement.load_state_dict(good)
+        self.loss(model, 0).backward()
+        self.loss(whole, 0).backward()
+        self.sum_gradients(model)
+        self.check_same(model, whole, "grad")
+
     def test_data_parallel_around(self):
         whole, model, placement = self.pair(keep=True)
         self.use(placement, 0)

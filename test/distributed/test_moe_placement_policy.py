@@ -262,6 +262,29 @@ class TestPolicy(GlooTest):
             ):
                 placement.load_state_dict(state)
             self.assertEqual(placement.state_dict(), before)
+        for place, expert, message in (
+            (2, E, f"expert {E} in a layer of {E}"),
+            (0, 1, "slots must have the experts of the rank"),
+        ):
+            state = placement.state_dict()
+            state["slot_experts"][0][0][place] = expert
+            state["steps"] = 7
+            with self.assertRaisesRegex(ValueError, message):
+                placement.load_state_dict(state)
+            self.assertEqual(placement.state_dict(), before)
+        with self.assertRaisesRegex(ValueError, "0 plans"):
+            placement.load_state_dict({**before, "slot_experts": []})
+
+    def test_state_of_other_nodes(self):
+        """A copy that crosses nodes is no plan of smaller ones."""
+        _, placement, layer = self.layer(every=1)
+        state = placement.state_dict()
+        state["slot_experts"][0][3][2] = 0
+        placement.load_state_dict(state)
+        self.assertIsNotNone(layer.moves)
+        _, other, layer = self.layer(every=1, ranks_per_node=2)
+        other.load_state_dict(state)
+        self.assertIsNone(layer.moves)
 
     def test_arguments(self):
         for options, message in (

@@ -129,6 +129,14 @@ class Plan:
         slots[self.slot_experts, ranks] = torch.arange(slots_per_rank, device=device)
         return slots[:-1]
 
+    def is_inside_nodes(self) -> bool:
+        """Whether all copies are on the node of their home."""
+        num_ranks, per_node = self.topology.num_ranks, self.topology.ranks_per_node
+        ranks = torch.arange(num_ranks)[:, None]
+        home = self.slot_experts // (self.num_experts // num_ranks)
+        home = torch.where(self.slot_experts < 0, ranks, home)
+        return bool((home // per_node == ranks // per_node).all())
+
     def checksum(self) -> int:
         """Of :attr:`slot_experts`, in [1, 2**31), so that ranks compare their plans by one number."""
         text = str(self.slot_experts.tolist())

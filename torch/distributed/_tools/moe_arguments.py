@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import numbers
-from typing import Any, TYPE_CHECKING
+from typing import Any, cast, TYPE_CHECKING
 
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def _is_in(value: Any, low: float, high: float) -> bool:
     kind = numbers.Integral if isinstance(low, int) else numbers.Real
     if isinstance(value, bool) or not isinstance(value, kind):
         return False
-    return low <= value <= high  # not of NaN
+    return low <= cast(float, value) <= high  # not of NaN
 
 
 def _described(low: float, high: float) -> str:

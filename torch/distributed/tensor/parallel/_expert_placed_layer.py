@@ -173,7 +173,10 @@ class PlacedLayer:
         if last is not None and _placed(last).index < self.index:
             following[last] = now
         ahead = following[module]() if module in following else None
-        return ahead if ahead is not None and _placed(ahead).moves is not None else None
+        if ahead is None or _placed(ahead).moves is None:
+            return None
+        # A plan that was loaded is compared first, when its own layer runs.
+        return None if _placed(ahead).is_loaded else ahead
 
     def fetch_ahead(self, module: nn.Module) -> None:
         """Issues the fetch of the next forward of ``module``, which has this layer."""

@@ -270,23 +270,34 @@ class ExpertPlacement:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from ``state``, with a new plan for another number of ranks or slots.
 
-        All ranks load the same state. The next eager forward compares which ranks have which experts; a rank that
-        loads nothing, where others do, is seen when they time out.
+        Also one whose copies would cross nodes makes a new plan. All ranks load the same state. The
+        next eager forward compares which ranks have which experts; a rank that loads nothing, where
+        others do, is seen when they time out.
 
         Raises:
-            ValueError: the state is of another number of layers or experts. Nothing is changed.
+            ValueError: the state is of another number of layers or experts, or is no plan of them.
+                Nothing is changed.
         """
         saved = [len(quotas) for quotas in state["quotas"]]
         experts = [layer.home.num_experts for layer in self.layers]
-        if saved != experts:
+        if saved != experts or len(state["slot_experts"]) != len(experts):
             raise ValueError(
-                f"ExpertPlacement: state has layers of {saved} experts, the model of {experts}"
+                f"ExpertPlacement: state has {len(state['slot_experts'])} plans of layers of {saved} "
+                f"experts, the model has layers of {experts}"
             )
         plans, fits, stats = [], True, state["stats"]
         for layer, *tables in zip(self.layers, state["slot_experts"], state["quotas"]):
             slots, quotas = (torch.tensor(numbers, device="cpu") for numbers in tables)
             same = slots.shape == layer.home.slot_experts.shape
-            plans.append(Plan(layer.home.topology, slots, quotas) if same else None)
+            if same and slots.max() >= len(quotas):
+                raise ValueError(
+                    f"ExpertPlacement: state has expert {slots.max()} in a layer of {len(quotas)}"
+                )
+            found = Plan(layer.home.topology, slots, quotas) if same else None
+            if found is not None:
+                layer._moves_of(found)  # checks the order of slots
+                same = found.is_inside_nodes()
+            plans.append(found if same else None)
             fits = fits and same
         self._steps, self.loads = state["steps"], _tensor(state["loads"], torch.float64)
         for i, (layer, saved_plan) in enumerate(zip(self.layers, plans)):
