@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn, Tensor
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed._local_tensor import local_tensor_mode
 from torch.distributed._moe.all_gather import TokenSwitchAllGather
 from torch.distributed._moe.all_to_all import (
@@ -764,15 +765,11 @@ def _static_switches(model: nn.Module) -> list[TokenSwitchAllToAll]:
 
 def _gradient_groups(model: nn.Module) -> list[ProcessGroup]:
     """Groups of other ranks that share gradients of experts with a capacity."""
-    from torch.distributed._composable_state import _module_state_mapping
-    from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
-
     # FSDP adds its dims to the mesh of parallelize_module, but a parameter has them only while it is sharded.
     # One that contains ``model`` may hold it.
     sharded: dict[int, nn.Parameter] = {}
-    for module in list(_module_state_mapping):
-        state = _get_module_fsdp_state(module)
-        for param_group in state._fsdp_param_groups if state is not None else ():
+    for state in list(_module_state_mapping.values()):
+        for param_group in getattr(state(), "_fsdp_param_groups", ()):
             for param in param_group.fsdp_params:
                 if hasattr(param, "_unsharded_param"):
                     sharded[id(param._unsharded_param)] = param.sharded_param
