@@ -91,7 +91,7 @@ bool may_need_grad(
     std::initializer_list<Tensor> tensors,
     std::initializer_list<std::optional<Tensor>> optional_tensors) {
   // Inside a transform of torch.func, tensors of an outer level do not say that they require grad.
-  // vmap alone keeps what it need not.
+  // Under vmap alone, pre-activations are kept without need.
   const bool is_transformed = c10::impl::tls_is_dispatch_key_included(
       c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
   return c10::GradMode::is_enabled() &&

@@ -201,7 +201,7 @@ void backward_of_preact(
         routing, project_in_backward(in, routing, grad_gate, grad_up));
   }
   if (wanted[1] || wanted[6]) {
-    const auto x = routing.mask(in.input.index_select(0, routing.row_token));
+    const auto x = routing.mask_(in.input.index_select(0, routing.row_token));
     if (wanted[1]) {
       grads[1] =
           with_strides_of(in.w_in, reduce_experts(routing, grad_gate, x));
@@ -240,7 +240,7 @@ void backward_of_live_rows(
     Gradients& grads) {
   const auto dtype = in.input.scalar_type();
   const auto type = accumulate_type(in.input);
-  auto dy = routing.mask(grad_out.index_select(0, routing.row_token));
+  auto dy = routing.mask_(grad_out.index_select(0, routing.row_token));
   const auto multiply_dy = [&](const Tensor& factor) {
     for_parts(dy, dy.size(1), [&](int64_t begin, int64_t count) {
       dy.narrow(0, begin, count).mul_(factor.narrow(0, begin, count));
@@ -249,7 +249,7 @@ void backward_of_live_rows(
   Tensor s, scale;
   if (in.topk_weights.defined()) {
     // Rows without a slot would take the weight of slot 0, which may be infinite.
-    s = routing.mask(weights_of_rows(in.topk_weights, routing)).to(type);
+    s = routing.mask_(weights_of_rows(in.topk_weights, routing)).to(type);
     if (dtype == kHalf && dy.numel() > 0) {
       scale = split_scale(s, dy);
       multiply_dy(scale);
@@ -259,7 +259,7 @@ void backward_of_live_rows(
   const bool wants_preact_grad =
       wanted[0] || wanted[1] || wanted[4] || wanted[6];
   auto grad_act = wants_preact_grad || wanted[3]
-      ? routing.mask(multiply_experts(routing, dy, in.w_out))
+      ? routing.mask_(multiply_experts(routing, dy, in.w_out))
       : Tensor();
   const auto options = preact.options();
   const int64_t num_rows = preact.size(0), hidden = in.w_out.size(2);

@@ -282,7 +282,7 @@ std::tuple<Tensor, Tensor> moe_mlp_composite(
       h.narrow(0, begin, count).add_(in.b_in.index_select(0, experts));
     });
   }
-  routing.mask(h);
+  routing.mask_(h);
   const auto s = in.topk_weights.defined()
       ? weights_of_rows(in.topk_weights, routing)
       : Tensor();

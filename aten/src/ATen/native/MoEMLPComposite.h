@@ -32,8 +32,8 @@ struct Routing {
   // offs on the host, for the loop over experts; empty with grouped matmuls.
   std::vector<int64_t> ends;
 
-  // Sets rows without a slot to zero, in place.
-  const Tensor& mask(const Tensor& rows) const {
+  // Sets rows without a slot to zero, in place, and returns `rows`.
+  const Tensor& mask_(const Tensor& rows) const {
     if (!all_rows_live) {
       rows.masked_fill_(row_is_live.logical_not(), 0);
     }

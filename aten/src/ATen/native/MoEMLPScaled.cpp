@@ -169,7 +169,7 @@ class ScaledPass {
   }
 
   Tensor gather(const Tensor& tokens) const {
-    return routing_.mask(tokens.index_select(0, routing_.row_token));
+    return routing_.mask_(tokens.index_select(0, routing_.row_token));
   }
 
   // H from the numbers of X, in the type of the products.
@@ -182,7 +182,7 @@ class ScaledPass {
     if (in_.b_in.defined()) {
       h = (h.to(kFloat) + in_.b_in.index_select(0, routing_.row_expert)).to(dtype_);
     }
-    return routing_.mask(h);
+    return routing_.mask_(h);
   }
 
   Tensor project_out(const Tensor& h) const {
@@ -324,7 +324,7 @@ void ScaledPass::backward(
   const auto h = saved_preact(saved);
   const auto act = activation(h);
   const auto s = in_.topk_weights.defined()
-      ? routing_.mask(weights_of_rows(in_.topk_weights, routing_)).to(kFloat)
+      ? routing_.mask_(weights_of_rows(in_.topk_weights, routing_)).to(kFloat)
       : at::ones({1, 1}, h.options().dtype(kFloat));
   if (wanted[2]) {
     const auto left = column(keeps_columns ? dy : dy_values);
@@ -337,7 +337,7 @@ void ScaledPass::backward(
   if (!wants_preact_grad && !wanted[3]) {
     return;
   }
-  const auto grad_act = routing_.mask(
+  const auto grad_act = routing_.mask_(
       multiply(dy_values, in_.w_out, scaled_.lists.w_out, /*transposed=*/false)).to(kFloat);
   if (wanted[3]) {
     auto row_grad = (grad_act * act).sum(1);
@@ -350,7 +350,7 @@ void ScaledPass::backward(
   if (!wants_preact_grad) {
     return;
   }
-  const auto dh = routing_.mask(activation(h, grad_act * s));
+  const auto dh = routing_.mask_(activation(h, grad_act * s));
   // With w_up the up half of H is a matrix of its own.
   const int64_t up = dh.size(1) / 2;
   const bool has_up = scaled_.call.inputs.w_up.defined();

@@ -270,9 +270,9 @@ class ExpertPlacement:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from ``state``, with a new plan for another number of ranks or slots.
 
-        Also one whose copies would cross nodes makes a new plan. All ranks load the same state. The
-        next eager forward compares which ranks have which experts; a rank that loads nothing, where
-        others do, is seen when they time out.
+        A state whose copies would cross nodes makes a new plan as well. All ranks load the same
+        state. The next eager forward compares which ranks have which experts; a rank that loads
+        nothing, where others do, is seen when they time out.
 
         Raises:
             ValueError: the state is of another number of layers or experts, or is no plan of them.

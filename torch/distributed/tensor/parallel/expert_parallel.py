@@ -765,8 +765,8 @@ def _static_switches(model: nn.Module) -> list[TokenSwitchAllToAll]:
 
 def _gradient_groups(model: nn.Module) -> list[ProcessGroup]:
     """Groups of other ranks that share gradients of experts with a capacity."""
-    # FSDP adds its dims to the mesh of parallelize_module, but a parameter has them only while it is sharded.
-    # One that contains ``model`` may hold it.
+    # FSDP adds its dims to the mesh of a parameter, which has them only while it is sharded. All states
+    # of FSDP are searched, as that of a parameter may be of a module around ``model``.
     sharded: dict[int, nn.Parameter] = {}
     for state in list(_module_state_mapping.values()):
         for param_group in getattr(state(), "_fsdp_param_groups", ()):

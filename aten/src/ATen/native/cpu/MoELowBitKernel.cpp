@@ -7,6 +7,7 @@
 #include <ATen/native/cpu/MoEForward.h>
 #include <ATen/native/cpu/MoELowBit.h>
 #include <c10/util/bit_cast.h>
+#include <c10/util/irange.h>
 
 #include <algorithm>
 
@@ -19,10 +20,12 @@ using namespace moe_cpu;
 // _moe_quantize makes them, and no code is -128.
 bool round_to_themselves(const moe::Quantized& rows) {
   const auto* codes = rows.data.const_data_ptr<int8_t>();
-  const bool in_range =
-      std::none_of(codes, codes + rows.data.numel(), [](int8_t code) { return code == -128; });
-  if (!in_range || rows.scale.scalar_type() == kFloat8_e8m0fnu) {
-    return in_range;
+  bool has_lowest = false;
+  for (const auto i : c10::irange(rows.data.numel())) {
+    has_lowest |= codes[i] == -128; // without a branch, so that it is vectorized
+  }
+  if (has_lowest || rows.scale.scalar_type() == kFloat8_e8m0fnu) {
+    return !has_lowest;
   }
   const auto* scales = rows.scale.const_data_ptr<float>();
   return std::all_of(scales, scales + rows.scale.numel(), [](float scale) {
