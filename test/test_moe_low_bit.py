@@ -224,6 +224,13 @@ class TestMoeLowBit(TestCase):
                 panels=panels, int8=int8, input=layer.input[t : t + 1], rows=rows
             )
             self.assertEqual(alone[0], whole[t], rtol=0, atol=0)
+        for value in (0.0, float("nan")):
+            input = layer.input.clone()
+            input[5, :128] = input[6] = value
+            others = layer.run(panels=panels, int8=int8, input=input)
+            for t in range(len(whole)):
+                if t not in (5, 6):
+                    self.assertEqual(others[t], whole[t], rtol=0, atol=0)
 
     @parametrize(
         "name", ["fp8_tensorwise", "mxfp8", "int8_rowwise", "mxfp4", "int4_1x32"]

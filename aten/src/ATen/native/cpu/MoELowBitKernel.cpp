@@ -16,8 +16,8 @@ namespace {
 
 using namespace moe_cpu;
 
-// Whether rounding rows to int8 again gives the same numbers: scales are powers of two, as
-// _moe_quantize makes them, and no code is -128.
+// Whether rounding rows to int8 again gives the same numbers: no code is -128, and scales are those of
+// _moe_quantize, powers of two from 2^-127 (for zeros; a denormal) on, or NaN.
 bool round_to_themselves(const moe::Quantized& rows) {
   const auto* codes = rows.data.const_data_ptr<int8_t>();
   bool has_lowest = false;
@@ -29,7 +29,8 @@ bool round_to_themselves(const moe::Quantized& rows) {
   }
   const auto* scales = rows.scale.const_data_ptr<float>();
   return std::all_of(scales, scales + rows.scale.numel(), [](float scale) {
-    return (c10::bit_cast<uint32_t>(scale) & 0x7fffff) == 0;
+    const auto bits = c10::bit_cast<uint32_t>(scale);
+    return (bits & 0x7fffff) == 0 || bits == 0x400000 || scale != scale;
   });
 }
 
