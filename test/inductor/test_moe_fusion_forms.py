@@ -29,6 +29,7 @@ from moe_fusion_problem import (
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.test_case import run_tests
 from torch.testing._internal.common_utils import (
@@ -580,6 +581,22 @@ class TestMoEFusionForms(FormTest):
         self.assertRegex(
             logs[-1], "has a bias, and what counts .* is not known|other ids"
         )
+
+    def test_ids_of_batched_rows_wrap_or_raise(self):
+        x, ids, weights = make_inputs(torch.float32)
+        module = Weights(batched_over_expanded_tokens)
+        want = module(x, ids, weights)
+        with config.patch(moe_fusion=True):
+            lowered = torch.compile(module)
+            fused = torch.compile(module, fullgraph=True, backend=backend)
+            self.assertEqual(fused(x, ids - E * (ids > 2), weights), want)
+            self.assertEqual(counters["inductor"]["moe_fusion_full"], 1)
+            for bad in (E, E + 2, -E - 1, -2 * E):
+                ids[1, 1] = bad
+                with self.assertRaisesRegex(IndexError, f"index {bad} is out of"):
+                    fused(x, ids, weights)
+                with self.assertRaisesRegex(RuntimeError, "index out of bounds"):
+                    lowered(x, ids, weights)
 
     def test_weights_of_a_subclass(self):
         x, ids, weights = make_inputs(torch.bfloat16)

@@ -106,10 +106,11 @@ def _routing(graph: Graph, block: Block) -> tuple[Any, Node | None, Node | None]
     """offs, row_slots, slot_rows."""
     offs, experts, perm = block.down.experts, block.num_experts, block.perm
     if block.tokens is not None and not block.down.grouped:
-        # An index below 0 counts from the end; for the op it is no expert.
-        negative = graph.call_function(operator.lt, (offs, 0))
-        wrapped = graph.call_function(operator.add, (offs, experts))
-        ids = graph.call_function(torch.where, (negative, wrapped, offs))
+        # Indexing wraps or refuses ids as the gather of weights did; for the op, E is no expert.
+        value = value_of(offs)
+        options = {"dtype": value.dtype, "device": value.device}
+        every = graph.call_function(torch.arange, (experts,), options)
+        ids = graph.call_function(operator.getitem, (every, offs))
         return _permutation(graph, block, ids)
     counted = None
     if block.tokens is not None:
