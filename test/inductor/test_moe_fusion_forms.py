@@ -128,6 +128,48 @@ def biases_added_in_place(m, x, ids, weights):
     return added(x, rows, perm, weights)
 
 
+INDICES = {
+    "none": lambda token: token[:, None].expand(-1, D),
+    "ellipsis": lambda token: token[..., None].expand(token.shape[0], D),
+    "repeat": lambda token: token.unsqueeze(1).repeat(1, D),
+    "repeat_of_view": lambda token: token.view(-1, 1).repeat((1, D)),
+}
+NEAR_INDICES = {
+    "of_other_rows": lambda token: token.flip(0)[:, None].repeat(1, D),
+    "of_next_token": lambda token: ((token + 1) % T)[:, None].expand(-1, D),
+    "of_columns": lambda token: token[None, :D].expand(token.shape[0], -1),
+    "of_first_row": lambda token: token[:1][:, None].repeat(token.shape[0], D),
+    "of_rows_repeated": lambda token: token[:T][:, None].repeat(K, D),
+    "written": lambda token: written(token[:, None].repeat(1, D)),
+    "seen_while_written": lambda token: written(token[:, None]).expand(-1, D),
+}
+
+
+def indexed(name, add):
+    def fn(m, x, ids, weights):
+        _, perm, offs = in_order(ids)
+        token = perm // K
+        index = {**INDICES, **NEAR_INDICES}[name](token)
+        rows = x[token] if add else x.gather(0, index)
+        rows = mlp(m, rows, offs) * weights.flatten()[perm][:, None]
+        zeros = torch.zeros_like(x)
+        return (
+            zeros.scatter_add(0, index, rows)
+            if add
+            else zeros.index_add(0, token, rows)
+        )
+
+    return fn
+
+
+@form("core")
+def one_token_for_all_rows(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    perm = ids[0, :1].argsort()
+    index = (perm // K).view(-1, 1).expand(ids.numel(), D)
+    return torch.zeros_like(x).scatter_add(0, index, mlp(m, x.gather(0, index), offs))
+
+
 # --- what counts the rows of an expert, with biases, which are by expert id ---
 
 
@@ -573,6 +615,14 @@ class TestMoEFusionForms(FormTest):
     def test_counts(self, name, training):
         kind, logs = self.compare(counted(name), training, training, torch.bfloat16)
         self.assertEqual(kind, "full", logs)
+
+    @parametrize("name", [*INDICES, *NEAR_INDICES])
+    @parametrize("add", [False, True])
+    def test_indices(self, name, add):
+        kind, logs = self.compare(indexed(name, add), True, False, torch.float32)
+        self.assertEqual(kind, "full" if name in INDICES else "core", logs)
+        if add and name in ("of_columns", "of_first_row", "of_rows_repeated"):
+            self.assertIn("the index of scatter_add is in no known form", logs[-1])
 
     @parametrize("name", [*NEAR_COUNTS])
     def test_near_miss_counts_are_named(self, name):

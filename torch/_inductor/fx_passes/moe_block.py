@@ -468,8 +468,8 @@ def _match_add(user: Any, rows: Any, block: Block) -> None:
     ):
         raise NoMatch(f"{name} is not over rows")
     token_of = index if "index" in name else rows_of_expanded(index, rows)
-    if "scatter" in name and rank(index) != 2:
-        token_of = None
+    if token_of is None or ("scatter" in name and rank(index) != 2):
+        raise NoMatch(f"the index of {name} is in no known form")
     taken = row_selection(block.rows)
     if taken is None or not same_value(token_of, taken[1]):
         raise NoMatch(f"{name} is not to the tokens of the rows")

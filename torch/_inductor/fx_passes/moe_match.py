@@ -300,12 +300,14 @@ def rows_of_expanded(index: Any, of: Any) -> Any:
     # A guard: the width may be a symbol in one of them.
     if not guard_or_false(value_of(index).shape[1] == value_of(of).shape[1]):
         return None
-    if op_name(index) in ("expand", "expand_as"):
-        column = index.args[0]
-        if op_name(column) in ("reshape", "view", "unsqueeze") and rank(column) == 2:
-            flat, value = column.args[0], value_of(column)
-            if rank(flat) == 1 and value is not None and same_size(value.shape[1], 1):
-                return flat
+    if op_name(index) in ("expand", "expand_as", "repeat"):
+        column, flat = index.args[0], flat_source(index.args[0])
+        if (rank(column), rank(flat)) != (2, 1):
+            return None
+        rows = value_of(index).shape[0]
+        sizes = zip((*value_of(column).shape, *value_of(flat).shape), (rows, 1, rows))
+        if all(guard_or_false(a == b) for a, b in sizes):
+            return flat
     return None
 
 
