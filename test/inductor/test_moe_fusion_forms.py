@@ -170,6 +170,53 @@ def one_token_for_all_rows(m, x, ids, weights):
     return torch.zeros_like(x).scatter_add(0, index, mlp(m, x.gather(0, index), offs))
 
 
+def batched(token, m, x, ids, weights):
+    rows, ids = x[token], ids.flatten()
+    rows = selected(gated(selected(rows, m.w_in, ids)), m.w_out, ids)
+    return (rows.view(-1, K, D) * weights.unsqueeze(-1)).sum(1)
+
+
+@form("full")
+def batched_over_tokens_of_slots(m, x, *slots):  # transformers 5
+    token = torch.arange(x.shape[0]).unsqueeze(1).expand(-1, K).reshape(-1)
+    return batched(token, m, x, *slots)
+
+
+@form("full")
+def batched_over_tokens_repeated(m, x, *slots):
+    return batched(torch.arange(x.shape[0]).repeat_interleave(K), m, x, *slots)
+
+
+@form("none")
+def batched_over_tokens_the_other_way(m, x, *slots):
+    token = torch.arange(x.shape[0]).unsqueeze(0).expand(K, -1).reshape(-1)
+    return batched(token, m, x, *slots)
+
+
+@form("none")
+def batched_over_tokens_from_the_end(m, x, *slots):
+    token = torch.arange(0, -x.shape[0], step=-1).repeat_interleave(K)
+    return batched(token, m, x, *slots)
+
+
+@form("none")
+def batched_over_tokens_of_another_k(m, x, *slots):
+    token = torch.arange(T * K)[:, None].expand(-1, 1).reshape(-1)
+    return batched(token, m, x.repeat(K, 1), *slots)
+
+
+@form("none")
+def batched_over_some_tokens(m, x, *slots):
+    token = torch.arange(T).repeat_interleave(K)
+    return batched(token, m, torch.cat([x, x]), *slots)
+
+
+@form("none")
+def batched_over_tokens_that_are_written(m, x, *slots):
+    token = written(torch.arange(x.shape[0]).repeat_interleave(K))
+    return batched(token, m, x, *slots)
+
+
 # --- what counts the rows of an expert, with biases, which are by expert id ---
 
 

@@ -23,6 +23,7 @@ from .moe_match import (
     argument,
     CASTS,
     COMPUTED,
+    counts_from_zero,
     flat_source,
     matmul_of,
     modes_of,
@@ -188,6 +189,7 @@ def _match_gather(block: Block) -> None:
     elif (taken := row_selection(rows)) is not None:
         token_of = taken[1]
         by_slot = row_selection(token_of)
+        times = token_of_slots(token_of if by_slot is None else by_slot[0])
         if op_name(token_of) in ("floordiv", "floor_divide", "div", "divide"):
             by, rounding = (
                 number(token_of.args[1]),
@@ -199,8 +201,9 @@ def _match_gather(block: Block) -> None:
             )
             if isinstance(by, int) and exact and rounding in ("floor", "trunc"):
                 block.tokens, block.top_k, block.perm = taken[0], by, token_of.args[0]
-        elif by_slot is not None and (times := token_of_slots(by_slot[0])) is not None:
-            block.tokens, block.top_k, block.perm = taken[0], times, by_slot[1]
+        elif times is not None:
+            block.tokens, block.top_k = taken[0], times
+            block.perm = by_slot and by_slot[1]
         elif (copies := repeated(taken[0])) is not None:
             (block.tokens, block.top_k), block.perm = copies, token_of
     if block.tokens is None:
@@ -439,12 +442,7 @@ def _writes_inverse(writer: Any, block: Block) -> bool:
             return False
         if isinstance(at, (tuple, list)) and len(at) == 1:
             at = at[0]
-    if at is not block.perm or op_name(written) not in ("arange", "iota"):
-        return False
-    if writers(written):
-        return False
-    args = [a for a in written.args if not isinstance(a, torch.dtype)]
-    return len(args) == 1 or (len(args) == 2 and args[0] == 0)
+    return at is block.perm and counts_from_zero(written)
 
 
 def _is_plain_sum(user: Any) -> bool:

@@ -344,14 +344,22 @@ def repeated(node: Any) -> tuple[Any, int] | None:
     return None
 
 
+def counts_from_zero(node: Any) -> bool:
+    """Whether node is 0, 1, 2, ..., which nothing writes to."""
+    if op_name(node) not in ("arange", "iota") or writers(node):
+        return False
+    if node.kwargs.get("start", 0) != 0 or node.kwargs.get("step", 1) != 1:
+        return False
+    numbers = [a for a in node.args if not isinstance(a, torch.dtype)]
+    return len(numbers) == 1 or (len(numbers) == 2 and numbers[0] == 0)
+
+
 def token_of_slots(node: Any) -> int | None:
     """K where node is 0, 0, ..., 1, 1, ...: the tokens of slots, each K times."""
     found = repeated(node)
-    if found is None or op_name(found[0]) not in ("arange", "iota"):
+    if found is None or not counts_from_zero(found[0]) or writers(node):
         return None
-    numbers = [a for a in found[0].args if not isinstance(a, torch.dtype)]
-    counts = len(numbers) == 1 or (len(numbers) == 2 and numbers[0] == 0)
-    return found[1] if counts and not writers(node) and not writers(found[0]) else None
+    return found[1]
 
 
 def flat_source(node: Any) -> Any:
