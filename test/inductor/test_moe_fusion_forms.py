@@ -695,6 +695,24 @@ class TestMoEFusionForms(FormTest):
                 with self.assertRaisesRegex(RuntimeError, "index out of bounds"):
                     lowered(x, ids, weights)
 
+    @parametrize("captures", [False, True])
+    def test_bincount_breaks_the_graph(self, captures):
+        def fn(m, x, ids, weights):
+            _, perm = ids.flatten().sort()
+            offs = torch.bincount(ids.flatten(), minlength=E).cumsum(0).int()
+            return added(x, mlp(m, x[perm // K], offs), perm, weights)
+
+        capture = torch._dynamo.config.patch(capture_dynamic_output_shape_ops=captures)
+        with (
+            capture,
+            torch.no_grad(),
+            self.assertLogs("torch._inductor.fx_passes.moe_fusion", "INFO") as logs,
+        ):
+            compiled = torch.compile(Weights(fn), backend=backend)
+            compiled(*make_inputs(torch.float32))
+        why = r"full" if captures else r"core \(.* sort in this graph, .* graph break\)"
+        self.assertRegex(logs.output[-1], why)
+
     def test_weights_of_a_subclass(self):
         x, ids, weights = make_inputs(torch.bfloat16)
         plain = Weights(number_of_slots_as_symbol_and_constant).to(torch.bfloat16)

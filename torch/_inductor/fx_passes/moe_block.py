@@ -210,7 +210,9 @@ def _match_gather(block: Block) -> None:
         raise NoMatch("the gather of its rows is not known")
     is_sorted = sorted_by(block.perm) is not None and not writers(block.perm)
     if block.down.grouped and not is_sorted:
-        raise NoMatch("rows are not ordered by a sort")
+        is_input = isinstance(block.perm, Node) and block.perm.op == "placeholder"
+        where = " in this graph, perhaps after a graph break" if is_input else ""
+        raise NoMatch(f"rows are not ordered by a sort{where}")
     if not block.down.grouped and block.perm is not None:
         raise NoMatch("bmm over rows that are not in the order of slots")
     tokens, all_rows = value_of(block.tokens), value_of(rows)
