@@ -97,6 +97,20 @@ def weights_as_column_of_slots(m, x, ids, weights):
 
 
 @form("full")
+def weights_as_columns_of_slots(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    rows = by_slot(mlp(m, x[perm // K], offs), perm).view(-1, K, D)
+    return (rows * weights[:, :, None]).sum(1)
+
+
+@form("core")
+def weights_as_rows_of_slots(m, x, ids, weights):
+    _, perm, offs = in_order(ids)
+    rows = by_slot(mlp(m, x[perm // K], offs), perm).view(-1, K, D)
+    return (rows * x[:, None, :]).sum(1)
+
+
+@form("full")
 def combined_by_einsum(m, x, ids, weights):
     _, perm, offs = in_order(ids)
     rows = by_slot(mlp(m, x[perm // K], offs), perm).view(-1, K, D)

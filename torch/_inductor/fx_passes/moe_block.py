@@ -381,7 +381,8 @@ def _slot_weights(node: Any, block: Block, in_slots: bool, cube: bool) -> Any:
         flat = node
         while op_name(flat) in VIEWS and rank(flat) == 3:
             flat = flat.args[0]
-        if op_name(flat) == "getitem" and flat.args[1] in ((Ellipsis, None),):
+        last = ((Ellipsis, None), (slice(None), slice(None), None))
+        if op_name(flat) == "getitem" and flat.args[1] in last:
             flat = flat.args[0]
         return flat if _is_token_weights(flat, block) else None
     if rank(node) != 2 or not same_size(value_of(node).shape[1], 1):
