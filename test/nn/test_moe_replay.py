@@ -339,6 +339,45 @@ class TestMoeReplay(TestCase):
             replayed.sum().backward()
 
     @parametrize("use_reentrant", (False, True))
+    def test_recomputation_in_the_context_of_another(self, use_reentrant):
+        """It takes the experts of its forward: of its own record, or the router's choice."""
+        model = make_model()
+        x = torch.randn(6, D, requires_grad=True)
+        with record_routing(model) as record:
+            model(x)
+        flipped = {name: ids.flip(0) for name, ids in record.items()}
+        other = {name: (ids + 1) % E for name, ids in record.items()}
+        shorter = {name: ids[:5] for name, ids in other.items()}
+
+        def run(x):  # the second one is recomputed while the first one is
+            return checkpoint(nested, x, use_reentrant=use_reentrant)
+
+        def nested(x):
+            return checkpoint(model, x, use_reentrant=use_reentrant)
+
+        model(x).sum().backward()
+        expected = gradients(model)
+        y = run(x)
+        with replay_routing(model, other):
+            y.sum().backward()
+        self.assertEqual(gradients(model), expected)
+        with replay_routing(model, flipped):
+            model(x).sum().backward()
+            expected = gradients(model)
+            y = run(x)
+            with replay_routing(model, other):
+                z = run(x)
+        with replay_routing(model, shorter):
+            y.sum().backward()
+        self.assertEqual(gradients(model), expected)
+        with replay_routing(model, other):
+            model(x).sum().backward()
+        expected = gradients(model)
+        with replay_routing(model, flipped):
+            z.sum().backward()
+        self.assertEqual(gradients(model), expected)
+
+    @parametrize("use_reentrant", (False, True))
     def test_checkpoints_around_a_replay(self, use_reentrant):
         model = make_model()
         x = torch.randn(6, D, requires_grad=True)

@@ -121,9 +121,8 @@ def _routers(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
 @contextlib.contextmanager
 def _watched(
     routers: dict,
-    given: Mapping[str, Tensor],
     keep: Callable | None = None,
-    runs: Callable[[str], None] | None = None,
+    experts: Callable[[str], Tensor | None] = lambda name: None,
 ) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         context = "replay" if keep is None else "record"
@@ -145,19 +144,13 @@ def _watched(
                     raise RuntimeError(
                         f"the routing of {name!r} is replayed in eager mode only"
                     )
-                if keep is None and name not in given:
-                    raise ValueError(
-                        f"replay_routing: {name!r} runs, and the record has nothing of it, only of "
-                        f"{sorted(given)}"
-                    )
-                if runs is not None:
-                    runs(name)
+                ids = experts(name)
                 x = next(
                     (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)),
                     None,
                 )
                 num_tokens = None if x is None else x.shape[:-1].numel()
-                running.append(_TopK(num_experts, num_tokens, given.get(name)))
+                running.append(_TopK(num_experts, num_tokens, ids))
                 running[-1].__enter__()
 
             def leave(module, args, output, *, name=name, running=running):
@@ -194,7 +187,7 @@ def record_routing(model: nn.Module) -> Iterator[dict[str, Tensor]]:
             )
         record[name] = _smallest(ids.detach(), num_experts).contiguous()
 
-    with _watched(_routers(model), {}, keep):
+    with _watched(_routers(model), keep):
         yield record
 
 
@@ -212,5 +205,6 @@ def replay_routing(model: nn.Module, record: Mapping[str, Tensor]) -> Iterator[N
                 f"replay_routing: {name!r} has tokens without an expert, which its router cannot have"
             )
     modules = {name: module for name, (module, _) in routers.items()}
-    with _Refusal.around(modules) as runs, _watched(routers, record, runs=runs):
-        yield
+    with _Refusal.around(modules, record) as experts:
+        with _watched(routers, experts=experts):
+            yield

@@ -14,11 +14,11 @@ tokens, ``(*, D)``. The output may be anything.
 import inspect
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, ExitStack
 from types import MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -60,9 +60,7 @@ def _is_recomputed() -> bool:
 
 
 # By router: the thread of its contexts, and which these are, outermost first.
-_contexts: weakref.WeakKeyDictionary[Module, tuple[int, tuple[str, ...]]] = (
-    weakref.WeakKeyDictionary()
-)
+_contexts: WeakKeyDictionary[Module, tuple[int, tuple[str, ...]]] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -146,6 +144,12 @@ def _checkpoints() -> list[Any]:
     return found
 
 
+# By router: the experts that it took in each checkpoint that may recompute it.
+_replayed: WeakKeyDictionary[Module, WeakKeyDictionary[Any, Tensor]] = (
+    WeakKeyDictionary()
+)
+
+
 class _Refusal:
     """The hook that :func:`replay_routing` leaves on a router that ran in a checkpoint.
 
@@ -153,54 +157,67 @@ class _Refusal:
     gradients of other experts. The hook is removed when the checkpoints are gone.
     """
 
-    def __init__(self, name: str, replayed: Iterable[weakref.ref] = ()) -> None:
-        self.name, self.replayed = name, list(replayed)
-
-    def __reduce__(self) -> Any:
-        return _Refusal, (self.name,)  # no checkpoint recomputes a copy
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def __call__(self, module: Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        self.replayed = [ref for ref in self.replayed if ref() is not None]
-        if not self.replayed:
-            _take_refusal(module)
-        elif _is_recomputed():
-            running = {id(checkpoint) for checkpoint in _checkpoints()}
-            if any(id(ref()) in running for ref in self.replayed):
+        known = _replayed.get(module)  # no checkpoint recomputes a copy
+        if not known:
+            self.remove_from(module)
+        elif _is_recomputed() and "replay" not in _contexts.get(module, (0, ()))[1]:
+            if any(checkpoint in known for checkpoint in _checkpoints()):
                 raise RuntimeError(
                     f"replay_routing: {self.name!r} is computed again for a backward outside of the context, where it "
                     "would choose other experts; end the context after backward"
                 )
 
     @staticmethod
+    def remove_from(module: Module) -> None:
+        hooks: dict[int, Any] = module._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if isinstance(hook, _Refusal)]:
+            del hooks[key]
+
+    @staticmethod
     @contextmanager
-    def around(routers: Mapping[str, Module]) -> Iterator[Callable[[str], None]]:
-        """Yields the callback that the routers' hooks call with the router's name inside the context."""
-        replayed = {name: _take_refusal(module) for name, module in routers.items()}
+    def around(
+        routers: Mapping[str, Module], record: Mapping[str, Tensor]
+    ) -> Iterator[Callable[[str], Tensor | None]]:
+        """Yields the function from a router's name to the experts that it takes.
+
+        A recomputation takes the experts of its forward: of another record, or, with None, its own choice.
+        """
         # Checkpoints around the context recompute the whole context.
         outside = {id(checkpoint) for checkpoint in _checkpoints()}
+        task = torch._C._current_graph_task_id()
 
-        def runs(name: str) -> None:
-            if torch.compiler.is_compiling() or _is_recomputed():
-                return
-            for checkpoint in _checkpoints():
-                if id(checkpoint) not in outside:
-                    replayed[name].append(weakref.ref(checkpoint))
+        def experts(name: str) -> Tensor | None:
+            running, known = [], {}
+            if not torch.compiler.is_compiling():
+                running = [c for c in _checkpoints() if id(c) not in outside]
+                known = _replayed.setdefault(routers[name], WeakKeyDictionary())
+            if running and torch._C._current_graph_task_id() != task:
+                ids = next((known[c] for c in running if c in known), None)
+                if ids is None:
+                    return None
+            elif name in record:
+                ids = record[name]
+            else:
+                raise ValueError(
+                    f"replay_routing: {name!r} runs, and the record has nothing of it, only of "
+                    f"{sorted(record)}"
+                )
+            known.update((c, ids) for c in running)
+            return ids
 
         try:
-            yield runs
+            yield experts
         finally:
-            for name, refs in replayed.items():
-                if refs := [ref for ref in refs if ref() is not None]:
-                    routers[name].register_forward_pre_hook(_Refusal(name, refs))
-
-
-def _take_refusal(module: Module) -> list[weakref.ref]:
-    """Removes the hook from a router and returns the checkpoints that it guarded."""
-    hooks: dict[int, Any] = module._forward_pre_hooks
-    found = [key for key, hook in hooks.items() if isinstance(hook, _Refusal)]
-    return [ref for key in found for ref in hooks.pop(key).replayed]
+            for name, module in routers.items():
+                _Refusal.remove_from(module)
+                if _replayed.get(module):
+                    module.register_forward_pre_hook(_Refusal(name))
 
 
 def _tokens(x: Tensor) -> Tensor:
@@ -291,8 +308,8 @@ def replay_routing(model: Module, record: Mapping[str, Tensor]) -> Iterator[None
     r"""Makes the routers of a model take the experts of a record.
 
     Routers may run in any order and any number of times, each on all tokens of the record. Each
-    micro-batch has its own record. With activation checkpointing, ``backward`` must run inside the
-    context too, because it runs the routers again.
+    micro-batch has its own record. With activation checkpointing, ``backward`` must run inside a
+    context of the model too, because it runs the routers again. They then take the experts of their forward.
 
     Args:
         model: with the routers of the record, wrapped or not; see :func:`record_routing`.
@@ -314,19 +331,16 @@ def replay_routing(model: Module, record: Mapping[str, Tensor]) -> Iterator[None
 
     def hook(name: str) -> Any:
         def give(module: Module, args: Any, kwargs: dict[str, Any]) -> Any:
-            if name not in record:
-                raise ValueError(
-                    f"replay_routing: {name!r} runs, and the record has nothing of it, only of "
-                    f"{sorted(record)}"
-                )
+            ids = experts(name)
+            if ids is None:
+                return args, kwargs
             input = args[0] if args else kwargs["input"]
-            tokens, ids = _tokens(input).shape[:-1], record[name]
+            tokens = _tokens(input).shape[:-1]
             if tokens.numel() != ids.shape[0]:
                 raise ValueError(
                     f"replay_routing: {name!r} got {tokens.numel()} tokens of shape "
                     f"{tuple(tokens)}, the record has {ids.shape[0]}"
                 )
-            runs(name)
             ids = ids.to(input.device).view(*tokens, ids.shape[-1])
             return args, kwargs | {"topk_indices": ids}
 
@@ -334,7 +348,7 @@ def replay_routing(model: Module, record: Mapping[str, Tensor]) -> Iterator[None
 
     with (
         _of_one_thread(routers.values(), "replay"),
-        _Refusal.around(routers) as runs,
+        _Refusal.around(routers, record) as experts,
         ExitStack() as stack,
     ):
         for name, module in routers.items():
