@@ -225,8 +225,8 @@ def _reaches(module: nn.Module) -> bool:
     Hooks of accelerate and add_lora replace an instance's, and call it.
     """
     forward = vars(module).get("forward")
-    if getattr(forward, "__func__", None) is moe_replay._forward:
-        forward = vars(module).get("_forward_outside")
+    if getattr(forward, "func", None) is moe_replay._forward:
+        forward = forward.args[2]
     if forward is None:
         return True
     forward = vars(module).get("_old_forward", forward)

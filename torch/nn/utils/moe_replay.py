@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, ExitStack
+from functools import partial
 from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -36,11 +37,10 @@ def _routers(model: Module) -> dict[str, Module]:
     found = {}
     for name, module in model.named_modules():
         # Also check the class's forward: a replacement on the instance, as of add_lora, may take anything.
-        own = vars(module).get("_forward_outside", module.forward)
         if any(
             {"need_routing", "topk_indices"}
             <= inspect.signature(forward).parameters.keys()
-            for forward in (own, type(module).forward)
+            for forward in (module.forward, type(module).forward)
         ):
             parts = (part for part in name.split(".") if part not in _WRAPPERS)
             found[".".join(parts)] = module
@@ -93,29 +93,32 @@ def _set_contexts(module: Module, thread: int, contexts: tuple[str, ...]) -> Non
     what was compiled outside.
     """
     own = vars(module)
-    ours = getattr(own.get("forward"), "__func__", None) is _forward
+    outside = forward = own.get("forward")  # of add_lora or accelerate
+    if ours := getattr(forward, "func", None) is _forward:
+        outside = forward.args[2]
     if contexts:
         _contexts[module] = thread, contexts
-        own["_replay_contexts"] = " ".join(contexts)
-        if not ours:
-            if "forward" in own:  # of add_lora or accelerate
-                own["_forward_outside"] = own["forward"]
-            own["forward"] = MethodType(_forward, module)
+        # A wrapper that was added inside may keep the last one: each of them knows what it calls.
+        new = own["forward"] = partial(_forward, module, " ".join(contexts), outside)
+        bound = MethodType(type(module).forward, module)
+        new.__signature__ = inspect.signature(outside or bound)
         return
     _contexts.pop(module, None)
-    if not ours:
-        return  # whoever replaced it inside may call ours
-    del own["forward"], own["_replay_contexts"]
-    if "_forward_outside" in own:
-        own["forward"] = own.pop("_forward_outside")
+    if ours:
+        del own["forward"]
+        if outside is not None:
+            own["forward"] = outside
 
 
-def _forward(self: Module, *args: Any, **kwargs: Any) -> Any:
-    if not self._replay_contexts:  # read, so that a graph is of one combination
-        raise AssertionError("a router without contexts")
-    outside = vars(self).get("_forward_outside")
+def _forward(
+    module: Module,
+    contexts: str,  # so that a graph is of one combination
+    outside: Callable[..., Any] | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     if outside is None:
-        return type(self).forward(self, *args, **kwargs)
+        return type(module).forward(module, *args, **kwargs)
     return outside(*args, **kwargs)
 
 
