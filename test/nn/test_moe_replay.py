@@ -3,6 +3,7 @@
 
 import copy
 import functools
+import inspect
 import io
 import pickle
 import types
@@ -593,8 +594,6 @@ class TestMoeReplay(TestCase):
             other.scale.data.zero_()
         self.assertEqual((record.keys(), again), ({"0", "2"}, record))
         self.assertIs(vars(model[0])["forward"], own)
-        for hooks in (other._forward_hooks, other._forward_pre_hooks):
-            hooks.clear()
         self.assertEqual(other(x), 2 * x)
         for _ in range(2):  # each context may find a wrapper around the forward of the last one
             with replay_routing(model, record):
@@ -604,6 +603,26 @@ class TestMoeReplay(TestCase):
                     self.assertEqual(run(x), expected)
             self.assertEqual(again, record)
             self.assertEqual(run(x), expected)
+
+    def test_copies(self):
+        """A copy made in a context neither records nor replays, and may have contexts of its own."""
+        model, x = make_layers(), torch.randn(6, D)
+        expected = model(-x)
+        with record_routing(model) as record:
+            copies = [copy.deepcopy(model)]
+            model(x)
+        with replay_routing(model, record):
+            copies += [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+            signature = inspect.signature(model[0].forward)
+        self.assertEqual(signature, inspect.signature(model[0].forward))
+        self.assertEqual(model(-x), expected)
+        for other in copies:
+            for tokens in (-x, -x[:5]):
+                self.assertEqual(other(tokens), model(tokens))
+            with record_routing(other) as found:
+                other(x)
+            self.assertEqual(found, record)
+            self.assertNotIn("forward", vars(other[0]))
 
     def test_errors(self):
         model, x = make_model(), torch.randn(3, D)

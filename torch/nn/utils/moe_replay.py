@@ -122,6 +122,19 @@ def _forward(
     return outside(*args, **kwargs)
 
 
+class _Hook:
+    """A hook of one router in one context. A copy, as of a model inside of the context, does nothing."""
+
+    def __init__(self, hook: Callable[..., Any] | None) -> None:
+        self.hook = hook
+
+    def __reduce__(self) -> Any:
+        return _Hook, (None,)
+
+    def __call__(self, *args: Any) -> Any:
+        return None if self.hook is None else self.hook(*args)
+
+
 def _checkpoints() -> list[Any]:
     """Checkpoints that may recompute the running code, innermost first: the same objects in each recomputation."""
     autograd, hooks, found = torch._C._autograd, [], []
@@ -299,9 +312,11 @@ def record_routing(model: Module) -> Iterator[dict[str, Tensor]]:
     with _of_one_thread(routers.values(), "record"), ExitStack() as stack:
         for name, module in routers.items():
             ask, keep = hooks(name)
-            stack.enter_context(module.register_forward_pre_hook(ask, with_kwargs=True))
+            stack.enter_context(module.register_forward_pre_hook(_Hook(ask), with_kwargs=True))
             stack.enter_context(
-                module.register_forward_hook(keep, with_kwargs=True, prepend=True)
+                module.register_forward_hook(
+                    _Hook(keep), with_kwargs=True, prepend=True
+                )
             )
         yield record
 
@@ -356,6 +371,6 @@ def replay_routing(model: Module, record: Mapping[str, Tensor]) -> Iterator[None
     ):
         for name, module in routers.items():
             stack.enter_context(
-                module.register_forward_pre_hook(hook(name), with_kwargs=True)
+                module.register_forward_pre_hook(_Hook(hook(name)), with_kwargs=True)
             )
         yield
