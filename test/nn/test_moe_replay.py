@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils.moe_replay import record_routing, replay_routing
+from torch.optim.swa_utils import AveragedModel
 from torch.testing._internal.common_moe import bits_of_kernel
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -481,9 +482,11 @@ class TestMoeReplay(TestCase):
         with record_routing(model) as record:
             model(x)
         model[0] = checkpoint_wrapper(model[0])
-        with replay_routing(model, record), record_routing(model) as found:
-            model(x * -2)
-        self.assertEqual(found, record)
+        for wrap in (nn.Identity(), nn.DataParallel, AveragedModel):
+            wrapped = wrap(model)
+            with replay_routing(wrapped, record), record_routing(wrapped) as found:
+                wrapped(x * -2)
+            self.assertEqual(found, record)
 
     def test_a_router_that_did_not_run(self):
         """A router does not run, as in a layer that is dropped or that an adapter replaced."""

@@ -22,6 +22,7 @@ from torch.nn.utils.moe_replay import (
     _of_one_thread,
     _Refusal,
     _smallest,
+    _unwrapped,
     _WRAPPERS,
 )
 from torch.overrides import TorchFunctionMode
@@ -113,8 +114,7 @@ def _routers(model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
         )
     routers = {}
     for module, num_experts in found.items():
-        parts = (part for part in names[module].split(".") if part not in _WRAPPERS)
-        routers[".".join(parts)] = module, num_experts
+        routers[_unwrapped(model, names[module])] = module, num_experts
     return routers
 
 

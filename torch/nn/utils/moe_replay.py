@@ -24,13 +24,26 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils.moe import _below_functorch
+from torch.optim.swa_utils import AveragedModel
 
 
 __all__ = ["record_routing", "replay_routing"]
 
 # Wrappers add these to names; a record fits the model with and without them.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_ADD_MODULE = (DataParallel, DistributedDataParallel, AveragedModel)
+
+
+def _unwrapped(model: Module, name: str) -> str:
+    """The name of a submodule without the parts that wrappers add."""
+    kept = []
+    for part in filter(None, name.split(".")):
+        added = part in _WRAPPERS or part == "module" and isinstance(model, _ADD_MODULE)
+        kept += [] if added else [part]
+        model = model._modules[part]
+    return ".".join(kept)
 
 
 def _routers(model: Module) -> dict[str, Module]:
@@ -42,8 +55,7 @@ def _routers(model: Module) -> dict[str, Module]:
             <= inspect.signature(forward).parameters.keys()
             for forward in (module.forward, type(module).forward)
         ):
-            parts = (part for part in name.split(".") if part not in _WRAPPERS)
-            found[".".join(parts)] = module
+            found[_unwrapped(model, name)] = module
     if not found:
         raise ValueError(
             "moe_replay: no module of the model has need_routing and topk_indices among the "
