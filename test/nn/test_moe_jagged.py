@@ -4,6 +4,7 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import moe as losses
 from torch.nn.utils.moe_replay import record_routing, replay_routing
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -86,6 +87,23 @@ class TestMoeJagged(TestCase):
         self.assertEqual(record["0"].shape, (8, K))
         with replay_routing(moe, record):
             self.assertEqual(moe(x).values(), want.values())
+
+    @parametrize("lengths", LENGTHS)
+    def test_losses_and_counts(self, lengths):
+        _, logits, indices = nn.MoE(D, H, E, K)(jagged(lengths), need_routing=True)
+        scores, mask = logits.softmax(-1), logits[..., 0] > 0
+        for function, *args in (
+            (losses.load_balancing_loss, scores, indices),
+            (losses.router_z_loss, logits),
+            (losses.expert_counts, indices, E),
+            (losses.balance_counts, indices, E),
+        ):
+            plain = [x.values() if isinstance(x, torch.Tensor) else x for x in args]
+            self.assertEqual(function(*args), function(*plain))
+            want = function(*plain, mask=mask.values())
+            self.assertEqual(function(*args, mask=mask), want)
+        with self.assertRaisesRegex(ValueError, "per_sequence=True .* not nested"):
+            losses.load_balancing_loss(scores, indices, per_sequence=True)
 
     def test_errors(self):
         moe, x = nn.MoE(D, H, E, K), jagged((3, 2))

@@ -2,7 +2,7 @@
 
 All functions are pure functions of tensors. They work on any router's output and any
 device, and keep no state between steps. They are losses and a bias that balance the load of the
-experts, and a routing in whole tiles of rows.
+experts, and a routing in whole tiles of rows. Losses and counts take jagged nested tensors, too.
 
 Padding is ignored: no count, sum or mean includes tokens that a mask excludes, or tokens
 whose ids all mean "no expert".
@@ -29,6 +29,11 @@ __all__ = [
 ]
 
 _ROUNDINGS = ("nearest", "up", "down")
+
+
+def _tokens(x: Any) -> Any:
+    """``x``, or the values of a jagged nested tensor."""
+    return x.values() if x is not None and x.is_nested else x
 
 
 def _check_ids(name: str, topk_indices: Tensor) -> None:
@@ -132,6 +137,7 @@ def expert_counts(
         RuntimeError: an expert id is outside [-1, E]. On CUDA this is a device-side
             assert.
     """
+    topk_indices, mask = _tokens(topk_indices), _tokens(mask)
     _check_ids("expert_counts", topk_indices)
     if num_experts < 1:
         raise ValueError(
@@ -165,6 +171,7 @@ def balance_counts(
     Raises:
         As :func:`expert_counts`.
     """
+    topk_indices, mask = _tokens(topk_indices), _tokens(mask)
     slots = expert_counts(topk_indices, num_experts, mask=mask)
     tokens = ((topk_indices >= 0) & (topk_indices < num_experts)).any(-1)
     tokens = tokens if mask is None else tokens & mask
@@ -223,12 +230,14 @@ def load_balancing_loss(
         RuntimeError: an expert id is outside [-1, E], or a score that counts is negative.
             On CUDA this is a device-side assert.
     """
+    scores, topk_indices = _tokens(scores), _tokens(topk_indices)
+    mask = _tokens(mask)
     _check_floating("load_balancing_loss", "scores", scores)
     _check_same_tokens("load_balancing_loss", topk_indices, scores)
     _check_mask("load_balancing_loss", mask, scores.shape[:-1])
     if per_sequence and scores.dim() < 3:
         raise ValueError(
-            "load_balancing_loss: per_sequence=True needs scores of shape (*, S, E), "
+            "load_balancing_loss: per_sequence=True needs scores, not nested, of shape (*, S, E), "
             f"got {tuple(scores.shape)}"
         )
     num_experts = scores.shape[-1]
@@ -295,6 +304,7 @@ def router_z_loss(logits: Tensor, *, mask: Tensor | None = None) -> Tensor:
         ValueError: ``mask`` does not have the shape of the tokens.
         TypeError: ``logits`` is not floating point, or ``mask`` not bool.
     """
+    logits, mask = _tokens(logits), _tokens(mask)
     _check_floating("router_z_loss", "logits", logits)
     _check_mask("router_z_loss", mask, logits.shape[:-1])
     if logits.dtype != torch.float64:

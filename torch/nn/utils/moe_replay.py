@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.nn.utils.moe import _below_functorch
+from torch.nn.utils.moe import _below_functorch, _tokens
 from torch.optim.swa_utils import AveragedModel
 
 
@@ -246,11 +246,6 @@ class _Refusal:
                 _Refusal.remove_from(module)
                 if _replayed.get(module):
                     module.register_forward_pre_hook(_Refusal(name))
-
-
-def _tokens(x: Tensor) -> Tensor:
-    """``x``, or the values of a jagged nested tensor."""
-    return x.values() if x.is_nested else x
 
 
 def _smallest(topk_indices: Tensor, num_experts: int) -> Tensor:
