@@ -74,6 +74,13 @@ class TestMoeState(TestCase):
         mean = merge_experts(state, [range(E)])
         self.assertEqual(mean["w_in"], state["w_in"].mean(0, keepdim=True))
 
+    def test_groups_that_repeat_experts(self):
+        state, groups = make().state_dict(), [[0, 0, 1], [2, 3, 3]]
+        merged = merge_experts(state, torch.tensor(groups))
+        self.assertEqual(merged, merge_experts(state, groups), rtol=0, atol=0)
+        w = state["w_in"]
+        self.assertEqual(merged["w_in"][0], (2 * w[0] + w[1]) / 3)
+
     def test_experts_that_are_gone(self):
         """NaN and infinities of an expert in no group, or of weight 0, reach nothing."""
         state = make().state_dict()
@@ -157,8 +164,10 @@ class TestMoeState(TestCase):
         ):
             with self.assertRaisesRegex(ValueError, r"be ids in \[0, E\) = \[0, 6\)"):
                 select_experts(state, bad)
-        for bad in ([], [[]], [[0], [6]]):
-            with self.assertRaisesRegex(ValueError, r"must have ids in \[0, E\) = \[0"):
+        with self.assertRaisesRegex(ValueError, "groups must have at least one group"):
+            merge_experts(state, [])
+        for bad in ([[]], [[0], [6]], [[0.0]], [[True] * E], torch.ones(1, E)):
+            with self.assertRaisesRegex(ValueError, r"groups must be ids in \[0, E\)"):
                 merge_experts(state, bad)
         for bad in (torch.ones(2), -torch.ones(E), torch.full((E,), torch.inf)):
             with self.assertRaisesRegex(ValueError, r"weights must have shape \(E,\)"):

@@ -41,6 +41,18 @@ def _stacked(
     return keys, state[keys[0]].shape[0]
 
 
+def _ids(name: str, experts: Iterable[int], num_experts: int) -> Tensor:
+    experts = list(experts)
+    ids = torch.tensor(experts, device="cpu")
+    # A mask of experts is no list of ids.
+    other = ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool
+    if other or ids.dim() != 1 or not ((ids >= 0) & (ids < num_experts)).all():
+        raise ValueError(
+            f"{name} must be ids in [0, E) = [0, {num_experts}), at least one, got {experts}"
+        )
+    return ids
+
+
 def select_experts(
     state: Mapping[str, Tensor],
     experts: Sequence[int],
@@ -79,15 +91,7 @@ def select_experts(
         <All keys matched successfully>
     """
     keys, num_experts = _stacked("select_experts", state, prefix, names)
-    experts = list(experts)
-    ids = torch.tensor(experts, device="cpu")
-    # A mask of experts is no list of ids.
-    other = ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool
-    if other or ids.dim() != 1 or not ((ids >= 0) & (ids < num_experts)).all():
-        raise ValueError(
-            f"select_experts: experts must be ids in [0, E) = [0, {num_experts}), at least one, got "
-            f"{experts}"
-        )
+    ids = _ids("select_experts: experts", experts, num_experts)
     result = dict(state)
     for key in keys:
         result[key] = state[key].index_select(0, ids.to(state[key].device))
@@ -125,14 +129,10 @@ def merge_experts(
             are all 0 in a group; or a tensor of experts is not floating point or has 8 bits.
     """
     keys, num_experts = _stacked("merge_experts", state, prefix, names)
-    groups = [list(group) for group in groups]
-    if not groups or not all(
-        g and all(0 <= e < num_experts for e in g) for g in groups
-    ):
-        raise ValueError(
-            f"merge_experts: groups must have ids in [0, E) = [0, {num_experts}), at least one each, "
-            f"got {groups}"
-        )
+    if not len(groups):
+        raise ValueError("merge_experts: groups must have at least one group")
+    name = "merge_experts: each of the groups"
+    groups = [_ids(name, group, num_experts).tolist() for group in groups]
     if weights is None:
         weights = torch.ones(num_experts, device="cpu")
     weights = torch.as_tensor(weights, dtype=torch.float64, device="cpu").detach()
