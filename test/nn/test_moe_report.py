@@ -137,6 +137,14 @@ class TestFindNonfinite(TestCase):
             pass
         self.assertEqual(found, [("buffer", "running_mean", 1, None, None)])
 
+    def test_sparse_and_four_bits(self):
+        model = nn.Embedding(9, 4, sparse=True)
+        codes = torch.zeros(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+        model.register_buffer("codes", codes)
+        with find_nonfinite(model) as found:
+            (model(torch.tensor([1, 1, 2])) * math.inf).sum().backward()
+        self.assertEqual(found, [("gradient", "weight", 8, None, None)])
+
     def test_tokens(self):
         model, x = self._model(), torch.randn(3, 20, 8)
         x[1, 4] = x[2, 5:] = math.nan

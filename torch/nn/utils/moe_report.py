@@ -177,8 +177,10 @@ class NonFinite(NamedTuple):
 
 
 def _inspect(kind: str, name: str, tensor: Tensor) -> NonFinite | None:
-    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_sparse:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
         return None
+    if tensor.dtype == torch.float4_e2m1fn_x2:
+        return None  # has neither NaN nor infinities
     tensor, first = _own_part(tensor.detach())
     bad = ~tensor.isfinite()
     count = int(bad.sum())
@@ -197,6 +199,8 @@ def _own_part(tensor: Tensor) -> tuple[Tensor, int]:
     """This rank's part of a tensor and its offset in dimension 0, without communication."""
     if tensor.is_nested:
         return tensor.values(), 0
+    if tensor.is_sparse:
+        return tensor.coalesce().values().flatten(), 0
     if not is_traceable_wrapper_subclass(tensor):
         return tensor, 0
     from torch.distributed.tensor import DTensor
