@@ -348,6 +348,15 @@ class TestMoeLora(TestCase):
         compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
         self.assertEqual(compiled(x), expected)
 
+    def test_export(self):
+        layer, x = make(), torch.randn(5, 8, dtype=torch.float64)
+        plain = signature(layer.forward)
+        adapt(layer)
+        self.assertEqual(signature(layer.forward), plain)
+        shapes = {"input": {0: torch.export.Dim.DYNAMIC}}
+        exported = torch.export.export(layer, (x,), dynamic_shapes=shapes)
+        self.assertEqual(exported.module()(x[:3]), layer(x[:3]))
+
     def test_errors(self):
         for options in (
             {"rank": 0},

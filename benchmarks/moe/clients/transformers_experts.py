@@ -230,7 +230,8 @@ def _reaches(module: nn.Module) -> bool:
     if forward is None:
         return True
     forward = vars(module).get("_old_forward", forward)
-    if getattr(forward, "__func__", None) is moe_lora._forward:
+    code = getattr(forward, "__code__", None)
+    if code is not None and code.co_filename == moe_lora.__file__:
         forward = vars(module)["_merged_forward"]
     return getattr(forward, "__func__", None) is type(module).forward
 

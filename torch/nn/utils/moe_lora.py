@@ -10,7 +10,7 @@ import functools
 import math
 import threading
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -152,17 +152,23 @@ def _merging_again() -> Iterator[None]:
             _running.merged.clear()
 
 
-def _forward(module: Module, *args: Any, **kwargs: Any) -> Any:
-    forward = module.__dict__["_merged_forward"]
-    # The compiler itself decides what to recompute, and torch.func allows no hooks.
-    if torch.compiler.is_compiling() or not _hooks_are_allowed():
-        return forward(*args, **kwargs)
-    with _merging_again():
-        return forward(*args, **kwargs)
+def _merging(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A method with the signature of a class's ``forward``, which export reads.
 
+    It has its name, too. pickle finds a bound method by its name: a module that was merged for good gets
+    its class's again.
+    """
 
-# pickle finds a bound method by its name: a module that was merged for good gets its class's again.
-_forward.__name__ = "forward"
+    @functools.wraps(forward, assigned=("__name__",))
+    def merging(module: Module, *args: Any, **kwargs: Any) -> Any:
+        forward = module.__dict__["_merged_forward"]
+        # The compiler itself decides what to recompute, and torch.func allows no hooks.
+        if torch.compiler.is_compiling() or not _hooks_are_allowed():
+            return forward(*args, **kwargs)
+        with _merging_again():
+            return forward(*args, **kwargs)
+
+    return merging
 
 
 def add_lora(
@@ -238,5 +244,6 @@ def add_lora(
         found += [low_rank.a, low_rank.b]
     if "_merged_forward" not in module.__dict__:  # other names are already adapted
         module.__dict__["_merged_forward"] = module.forward
-        module.forward = types.MethodType(_forward, module)
+        merging = _merging(type(module).forward)
+        module.forward = types.MethodType(merging, module)
     return found
