@@ -348,6 +348,20 @@ class TestMoeLora(TestCase):
         compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
         self.assertEqual(compiled(x), expected)
 
+    def test_reset_after_the_meta_device(self):
+        with torch.device("meta"):
+            layer = make()
+            add_lora(layer, 3)
+        layer.to_empty(device="cpu")
+        for p in layer.parameters():
+            p.data.fill_(torch.nan)
+        layer.reset_parameters()
+        for name, bound in (("w_in", 8**-0.5), ("w_out", 12**-0.5)):
+            parts = layer.parametrizations[name]
+            for p in (parts.original, parts[0].a):
+                self.assertTrue(0.8 * bound < p.abs().max() < bound)
+            self.assertFalse(parts[0].b.any())
+
     def test_export(self):
         layer, x = make(), torch.randn(5, 8, dtype=torch.float64)
         plain = signature(layer.forward)

@@ -212,24 +212,31 @@ class MoE(Module):
         return (weight if has_rows else self.w_in).shape[0]
 
     def reset_parameters(self) -> None:
-        """Draws new parameters, and zeroes the balance bias."""
+        """Draws new parameters, of adapters too, and zeroes the balance bias."""
         self.router.reset_parameters()
         self._reset_experts()
 
     def _reset_experts(self) -> None:
-        for weight, bias in (
-            (self.w_in, self.b_in),
-            (self.w_up, None),
-            (self.w_out, self.b_out),
-            (self.shared_w_in, None),
-            (self.shared_w_up, None),
-            (self.shared_w_out, None),
+        adapted: Any = self._modules.get("parametrizations", {})  # of add_lora
+        for name, bias in (
+            ("w_in", self.b_in),
+            ("w_up", None),
+            ("w_out", self.b_out),
+            ("shared_w_in", None),
+            ("shared_w_up", None),
+            ("shared_w_out", None),
         ):
+            weight = getattr(self, name)
+            if name in adapted:  # the attribute is only a merged value
+                weight = getattr(adapted[name], "original", weight)
             if weight is not None:
                 bound = 1 / math.sqrt(weight.shape[-1])
                 init.uniform_(weight, -bound, bound)
                 if bias is not None:
                     init.uniform_(bias, -bound, bound)
+        for part in (part for parts in adapted.values() for part in parts):
+            if hasattr(part, "reset_parameters"):
+                part.reset_parameters()
         if self.balance_bias is not None:
             init.zeros_(self.balance_bias)
 

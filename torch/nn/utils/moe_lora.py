@@ -34,11 +34,15 @@ class _LowRank(Module):
         super().__init__()
         num_experts, rows, columns = weight.shape
         self.a = Parameter(weight.new_empty(num_experts, rank, columns))
-        self.b = Parameter(weight.new_zeros(num_experts, rows, rank))
+        self.b = Parameter(weight.new_empty(num_experts, rows, rank))
         self.scale = scale
-        # Initialised as in nn.Linear. b is zero, so that the layer starts unchanged.
-        bound = 1 / math.sqrt(columns)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        # As in nn.Linear. b is zero, so that the layer starts unchanged.
+        bound = 1 / math.sqrt(self.a.shape[-1])
         init.uniform_(self.a, -bound, bound)
+        init.zeros_(self.b)
 
     def forward(self, weight: Tensor) -> Tensor:
         if torch.compiler.is_compiling() or not _running.depth:
