@@ -377,11 +377,18 @@ class TestMoeLora(TestCase):
             {"rank": 2, "names": ["w"]},
             {"rank": 2, "names": ["b_in"]},
             {"rank": 2, "names": []},
+            {"rank": 2, "names": "w_in"},
+            {"rank": 2, "names": ["w_in", "w_in"]},
         ):
             with self.assertRaisesRegex(ValueError, "add_lora: rank must be at least"):
                 add_lora(make(bias=True), **options)
         with self.assertRaisesRegex(ValueError, "add_lora: .* it has .*weight"):
             add_lora(nn.Linear(2, 2), 1)
+        layer = make()
+        add_lora(layer, 2)
+        for names in (None, ["w_in"]):
+            with self.assertRaisesRegex(ValueError, "adapted .'w_in', 'w_out'. already"):
+                add_lora(layer, 2, names=names)
 
     def test_documentation(self):
         run_code_blocks(read_page(__file__, "nn.utils.moe_lora.md"))

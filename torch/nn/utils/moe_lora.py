@@ -204,8 +204,8 @@ def add_lora(
         list[Parameter]: the new parameters, for an optimizer: a and b of each name.
 
     Raises:
-        ValueError: a rank below 1, a name that is no 3-d parameter of the module, no such
-            parameter, or a distributed parameter.
+        ValueError: a rank below 1, a name that is no 3-d parameter of the module, is adapted already or
+            is given twice, no such parameter, or a distributed parameter.
 
     .. note::
         This describes eager mode: ``torch.compile`` itself decides what to save. Merged weights are saved
@@ -226,13 +226,14 @@ def add_lora(
     own = dict(module.named_parameters(recurse=False))
     if names is None:
         names = [name for name, p in own.items() if p.dim() == 3]
-    names = list(names)
-    wrong = [name for name in names if name not in own or own[name].dim() != 3]
-    if rank < 1 or wrong or not names:
+    names = names if isinstance(names, str) else list(names)
+    wrong = isinstance(names, str) or len({*names}) < len(names) or not names
+    if rank < 1 or wrong or any(n not in own or own[n].dim() != 3 for n in names):
         raise ValueError(
-            "add_lora: rank must be at least 1, and names those of 3-d parameters of the module "
-            f"itself, got rank={rank}, names={names}; it has "
-            f"{[(name, tuple(p.shape)) for name, p in own.items()]}"
+            "add_lora: rank must be at least 1, and names a list of different 3-d parameters of the "
+            f"module itself, got rank={rank}, names={names!r}; it has "
+            f"{[(name, tuple(p.shape)) for name, p in own.items()]}, and has adapted "
+            f"{[*getattr(module, 'parametrizations', ())]} already"
         )
     distributed = [n for n in names if is_traceable_wrapper_subclass(own[n])]
     if distributed:
