@@ -31,7 +31,7 @@ class MoE(Module):
     ``need_routing=True`` returns their arguments.
 
     :func:`torch.export.export`, AOTInductor, :func:`torch.onnx.export` with
-    ``dynamo=True`` and :func:`torch.jit.trace` take this module.
+    ``dynamo=True`` from opset 20 on, and :func:`torch.jit.trace` take this module.
     The deprecated :func:`torch.jit.script` does not, as it lacks keyword-only
     arguments with defaults, such as those of :func:`~torch.nn.functional.moe_topk`.
 
