@@ -61,7 +61,8 @@ class MoE(Module):
         recipe: precision of the routed experts' products, see
             :func:`~torch.nn.functional.moe_mlp`; also an attribute, which may be set at any time: it
             is not part of the state dict. Backward saves the input twice: in 8 bits for the experts and
-            in its own dtype for the router. Default: ``None``, the dtype of the parameters
+            in its own dtype for the router. It is not exported to ONNX. Default: ``None``, the dtype of
+            the parameters
 
     Shape:
         - Input: :math:`(*, D)`.
