@@ -387,7 +387,9 @@ class TestMoeLora(TestCase):
         layer = make()
         add_lora(layer, 2)
         for names in (None, ["w_in"]):
-            with self.assertRaisesRegex(ValueError, "adapted .'w_in', 'w_out'. already"):
+            with self.assertRaisesRegex(
+                ValueError, "adapted .'w_in', 'w_out'. already"
+            ):
                 add_lora(layer, 2, names=names)
 
     def test_documentation(self):

@@ -598,10 +598,14 @@ class TestMoeReplay(TestCase):
         self.assertEqual((record.keys(), again), ({"0", "2"}, record))
         self.assertIs(vars(model[0])["forward"], own)
         self.assertEqual(other(x), 2 * x)
-        for _ in range(2):  # each context may find a wrapper around the forward of the last one
+        for _ in range(
+            2
+        ):  # each context may find a wrapper around the forward of the last one
             with replay_routing(model, record):
                 inner = model[2].forward
-                model[2].forward = functools.partial(lambda f, *a, **k: f(*a, **k), inner)
+                model[2].forward = functools.partial(
+                    lambda f, *a, **k: f(*a, **k), inner
+                )
                 with record_routing(model) as again:
                     self.assertEqual(run(x), expected)
             self.assertEqual(again, record)

@@ -42,7 +42,7 @@ def _unwrapped(model: Module, name: str) -> str:
     for part in filter(None, name.split(".")):
         added = part in _WRAPPERS or part == "module" and isinstance(model, _ADD_MODULE)
         kept += [] if added else [part]
-        model = model._modules[part]
+        model = model.get_submodule(part)
     return ".".join(kept)
 
 
@@ -106,12 +106,13 @@ def _set_contexts(module: Module, thread: int, contexts: tuple[str, ...]) -> Non
     """
     own = vars(module)
     outside = forward = own.get("forward")  # of add_lora or accelerate
-    if ours := getattr(forward, "func", None) is _forward:
+    if ours := isinstance(forward, partial) and forward.func is _forward:
         outside = forward.args[2]
     if contexts:
         _contexts[module] = thread, contexts
         # A wrapper that was added inside may keep the last one: each of them knows what it calls.
-        new = own["forward"] = partial(_forward, module, " ".join(contexts), outside)
+        new: Any = partial(_forward, module, " ".join(contexts), outside)
+        own["forward"] = new
         bound = MethodType(type(module).forward, module)
         new.__signature__ = inspect.signature(outside or bound)
         return
@@ -319,7 +320,9 @@ def record_routing(model: Module) -> Iterator[dict[str, Tensor]]:
     with _of_one_thread(routers.values(), "record"), ExitStack() as stack:
         for name, module in routers.items():
             ask, keep = hooks(name)
-            stack.enter_context(module.register_forward_pre_hook(_Hook(ask), with_kwargs=True))
+            stack.enter_context(
+                module.register_forward_pre_hook(_Hook(ask), with_kwargs=True)
+            )
             stack.enter_context(
                 module.register_forward_hook(
                     _Hook(keep), with_kwargs=True, prepend=True
