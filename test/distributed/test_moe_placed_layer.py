@@ -272,7 +272,8 @@ class TestPlacedLayer(TokenSwitchTest):
 
     def test_a_plan_is_worth_its_fetches(self):
         placement = ExpertPlacement(slots_per_rank=4, copy_cost=0.0)
-        layer = placement.add_layer(E, dist.group.WORLD)
+        layer = placement.make_layer(E, dist.group.WORLD)
+        placement.layers.append(layer)
         loads = torch.tensor([900, 100, 100, 100, 100, 100, 100, 100]).double()
         placement.loads = loads[None]
         found = []

@@ -304,6 +304,29 @@ class TestPolicy(GlooTest):
         with self.assertRaisesRegex(RuntimeError, "settings must be the same on all"):
             moe(torch.rand(TOKENS, D))
 
+    def test_layers_of_one_rank_only(self):
+        moe, placement, _ = self.layer(copy_cost=0.0)
+        if self.rank == 1:
+            placement.layers.append(placement.make_layer(E, dist.group.WORLD))
+        with self.assertRaisesRegex(RuntimeError, r"layers of .* \[1, 2, 1, 1\]"):
+            moe(torch.rand(TOKENS, D))
+
+    @parametrize(
+        "options",
+        [
+            {"combine": "mean"},
+            {"capacity": 0},
+            {"token_switch": "hierarchical", "ranks_per_node": 3},
+            {"token_switch": lambda mesh, num_experts: None},
+        ],
+    )
+    def test_a_style_that_fails_adds_no_layer(self, options):
+        placement = ExpertPlacement(slots_per_rank=4)
+        style = ExpertParallel(placement=placement, **options)
+        with self.assertRaises((ValueError, TypeError)):
+            parallelize_module(nn.MoE(D, H, E, K), self.mesh(("ep",), 4), style)
+        self.assertEqual(placement.layers, [])
+
     def test_rests_send_nothing(self):
         # Between trials of online plans, no counts are sent, and times only for the last window at home.
         moe, placement, layer = self.layer(every=4, online=True)

@@ -114,8 +114,9 @@ class PlacedLayer:
         switch = _switch(module)
         if isinstance(switch, CheckedTokenSwitch) and not torch.compiler.is_compiling():
             # Before the counts of an online plan and before a fetch, which ranks with other settings
-            # or another plan do not send.
-            switch._must_agree()
+            # or another plan do not send. Loads of all layers are summed in one message.
+            number = {"number of layers of the placement": len(self.owner.layers)}
+            switch._must_agree(**number)
             if self.is_loaded:
                 name = "checksum of the loaded plan"
                 switch._agreed.discard((name,))

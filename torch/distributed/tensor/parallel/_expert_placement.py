@@ -138,8 +138,8 @@ class ExpertPlacement:
         """The arguments as text, which ranks compare."""
         return ", ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
 
-    def add_layer(self, num_experts: int, group: ProcessGroup) -> PlacedLayer:
-        """Adds a layer, whose experts run at home at first."""
+    def make_layer(self, num_experts: int, group: ProcessGroup) -> PlacedLayer:
+        """The next layer, whose experts run at home at first. The caller appends it to ``layers``."""
         ranks = dist.get_world_size(group)
         per_node = self.ranks_per_node or ranks
         if ranks % per_node:
@@ -158,9 +158,7 @@ class ExpertPlacement:
                 )
         if self._stats is not None:
             raise RuntimeError("ExpertPlacement: layers come before the first forward")
-        layer = PlacedLayer(self, len(self.layers), home, group)
-        self.layers.append(layer)
-        return layer
+        return PlacedLayer(self, len(self.layers), home, group)
 
     @property
     def slot_experts(self) -> list[Tensor]:

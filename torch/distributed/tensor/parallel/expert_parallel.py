@@ -549,7 +549,7 @@ class ExpertParallel(ParallelStyle):
                     "ExpertParallel: placement needs a 1-D device_mesh, got a "
                     f"{device_mesh.ndim}-D one"
                 )
-            placed = self.placement.add_layer(num_experts, device_mesh.get_group())
+            placed = self.placement.make_layer(num_experts, device_mesh.get_group())
             slots = placed.home.slot_experts.numel()
         names = device_mesh.mesh_dim_names or ()
         mesh_of = {
@@ -591,6 +591,8 @@ class ExpertParallel(ParallelStyle):
                         module, name, self.sequence_parallel_mesh, [Replicate()]
                     )
                     region.grad_placements[name] = (Partial(),)
+        if placed is not None:
+            placed.owner.layers.append(placed)  # nothing below raises
         module.__dict__["_expert_parallel"] = region  # an attribute of unknown type
         module.forward = types.MethodType(_parallel_forward, module)
         if adapter.method != "forward":
