@@ -313,6 +313,8 @@ class TestApplied(GlooTest):
             ({"node_limit": 4}, r"node_limit=4 cannot be applied.*node_limit=0"),
             ({"dtype": "fp16"}, r"dtype=fp16 cannot be applied.*dtype=fp32 or dtype=bf16 with"),
             ({"dtypes": ("bf16", "fp8")}, r"dtypes=fp8 cannot be applied.*dtypes=bf16 with"),
+            ({"dtypes": "fp32"}, r"parallelize_moe: dtypes must be a sequence .*got 'fp32'"),
+            ({"dtypes": ()}, r"parallelize_moe: dtypes must be a sequence .*got \(\)"),
             ({"pp": 2, "cp": 2, "graphs": 1}, r"pp=2 cannot be applied.*pp=1"),
             ({"tp": 4}, r"tp must divide the tokens of a sequence, 6, got 4; .*works: tp=2"),
             ({"replicate": 3}, r"replicate must divide the 4 GPUs, got 3; .*works: replicate=2"),

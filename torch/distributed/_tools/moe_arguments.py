@@ -10,11 +10,18 @@ from typing import Any, cast, TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from typing import NoReturn
 
 
-__all__ = ["ArgumentParser", "check", "check_layer", "RANGES", "read_json"]
+__all__ = [
+    "ArgumentParser",
+    "check",
+    "check_dtypes",
+    "check_layer",
+    "RANGES",
+    "read_json",
+]
 
 # Smallest and largest value. Integers bound a whole number, floats any finite one. The upper
 # ends are far beyond real machines: a larger value is a typing error.
@@ -93,6 +100,13 @@ def check_layer(
         raise ValueError(
             f"{who}: num_experts must be at least k and a multiple of ep, got "
             f"{num_experts}, k = {k} and ep = {ep}"
+        )
+
+
+def check_dtypes(who: str, dtypes: Sequence[str] | None) -> None:
+    if isinstance(dtypes, str) or (dtypes is not None and not dtypes):
+        raise ValueError(
+            f"{who}: dtypes must be a sequence of at least one dtype, got {dtypes!r}"
         )
 
 

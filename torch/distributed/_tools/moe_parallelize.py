@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable import checkpoint
+from torch.distributed._tools.moe_arguments import check_dtypes
 from torch.distributed._tools.moe_config import MoEConfig
 from torch.distributed._tools.moe_machine import device_type, machine_profile
 from torch.distributed._tools.moe_plan import Plan, plan
@@ -119,6 +120,7 @@ def parallelize_moe(
         >>> if plan.placement is not None:  # with load
         ...     plan.placement.step()
     """
+    check_dtypes("parallelize_moe", dtypes)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise ValueError(
@@ -163,7 +165,7 @@ def parallelize_moe(
             f"{' or '.join(f'{name}={value}' for value in values)} with ep={x.ep} tp={x.tp} "
             f"micro_batch={x.micro_batch}"
         )
-    found = search(**{**fixed, **known}, dtypes=dtypes or products)
+    found = search(**{**fixed, **known}, dtypes=products if dtypes is None else dtypes)
     if not dry_run:
         apply_plan(
             model, found, adapter=adapter, tp_plan=tp_plan, compile=compile, device=device

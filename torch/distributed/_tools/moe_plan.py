@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TYPE_CHECKING
 
 import torch
-from torch.distributed._tools.moe_arguments import check
+from torch.distributed._tools.moe_arguments import check, check_dtypes
 from torch.distributed._tools.moe_config import MoEConfig
 from torch.distributed._tools.moe_cost_model import copy_cost, LOW_PRECISION
 from torch.distributed._tools.moe_layer_plan import (
@@ -250,10 +250,7 @@ def plan(
         load = load.tolist()
     for x in load if load is not None else ():
         check("plan", load=x)
-    if isinstance(dtypes, str) or (dtypes is not None and not dtypes):
-        raise ValueError(
-            f"plan: dtypes must be a sequence of at least one dtype, got {dtypes!r}"
-        )
+    check_dtypes("plan", dtypes)
     dtypes = default_dtypes(p) if dtypes is None else tuple(dtypes)
     search = Search(model, p, gpus, global_batch, seq, dtypes, exposed, traced, fixed)
     search.check()
