@@ -40,6 +40,15 @@ class TestExchange(TestCase):
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=W)
         self.addCleanup(dist.destroy_process_group)
 
+    def test_the_name_of_a_destroyed_group_is_used_again(self):
+        exchange = Exchange(dist.group.WORLD, E, None, level="flat")
+        self.assertIs(exchange.group, dist.group.WORLD)
+        dist.destroy_process_group()
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        self.assertEqual(dist.group.WORLD.group_name, exchange.group_name)
+        with self.assertRaisesRegex(RuntimeError, r"\[0, 1, 2, 3\] was destroyed"):
+            exchange.group
+
     def shard(self, t):
         return LocalTensor(dict(enumerate(p.clone() for p in t.chunk(W))))
 

@@ -278,6 +278,7 @@ class Exchange:
         self, group: ProcessGroup, num_experts: int, capacity: int | None, *, level: str
     ) -> None:
         self.group_name = group.group_name
+        self.ranks = dist.get_process_group_ranks(group)
         self.num_ranks = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
         self.num_experts = num_experts
@@ -295,7 +296,17 @@ class Exchange:
 
     @property
     def group(self) -> ProcessGroup:
-        return c10d._resolve_process_group(self.group_name)
+        try:
+            group = c10d._resolve_process_group(self.group_name)
+            # A group made later may have the name of a destroyed one.
+            if dist.get_process_group_ranks(group) == self.ranks:
+                return group
+        except (RuntimeError, ValueError, KeyError):
+            pass
+        raise RuntimeError(
+            f"{self.owner}: its process group of ranks {self.ranks} was destroyed; call "
+            "parallelize_module on a new model"
+        )
 
     # -- planning
 
@@ -628,12 +639,8 @@ class Exchange:
         where = f"{self.owner}: {phase} failed at level {self.level!r}"
         # It does not ask who was missing. A lost store would not answer, and a Python thread that
         # waits in c10d while the interpreter shuts down aborts the process.
-        try:
-            ranks = dist.get_process_group_ranks(self.group)
-        except (RuntimeError, ValueError, KeyError):
-            return f"{where}, group {self.group_name!r}, which is destroyed"
-        where += f", group {self.group_name!r} of ranks {ranks}"
-        return f"{where}, on rank {ranks[self.rank]}"
+        where += f", group {self.group_name!r} of ranks {self.ranks}"
+        return f"{where}, on rank {self.ranks[self.rank]}"
 
     @property
     def levels(self) -> tuple[Exchange]:
