@@ -171,7 +171,7 @@ class TestHierarchical(TokenSwitchTest):
             self.switch(6)
         with self.assertRaisesRegex(ValueError, "capacity must be None or a tuple"):
             self.switch(capacity=5)
-        with self.assertRaisesRegex(ValueError, "capacity must be at least 1, got 0"):
+        with self.assertRaisesRegex(ValueError, "capacity must be an integer .* 0"):
             self.switch(capacity=(5, 0))
         with self.assertRaisesRegex(RuntimeError, r"must be in \[-1, num_experts\]"):
             switch.create_routing(ids + 9)

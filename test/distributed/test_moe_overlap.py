@@ -437,6 +437,10 @@ class TestSchedule(TestCase):
                 ({"num_chunks": 0}, "num_chunks .* at least 1, got 0"), name="chunks"
             ),
             subtest(
+                ({"num_chunks": 2.0}, "num_chunks must be an integer .*, got 2.0"),
+                name="type_of_chunks",
+            ),
+            subtest(
                 ({"shared": "late"}, "shared must be .* got 'late'"), name="shared"
             ),
             subtest(

@@ -296,6 +296,8 @@ class TestPolicy(GlooTest):
         ):
             with self.assertRaisesRegex(ValueError, message):
                 ExpertPlacement(**{"slots_per_rank": 3} | options)
+        with self.assertRaisesRegex(TypeError, "an ExpertPlacement, got 3"):
+            ExpertParallel(placement=3)
 
     @parametrize("options", [{"every": 2}, {"online": True}, {"keep": True}])
     def test_settings_that_differ(self, options):

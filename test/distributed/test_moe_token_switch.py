@@ -224,8 +224,14 @@ class TestAllToAll(AllToAllTest):
             self.switch(num_experts=6)
         with self.assertRaisesRegex(ValueError, "'reduce' or 'exact', got 'sum'"):
             self.switch(combine="sum")
-        with self.assertRaisesRegex(ValueError, "capacity must be at least 1, got 0"):
-            self.switch(capacity=0)
+        for capacity in (0, 40.0, True, "2"):
+            message = f"capacity must be an integer .* 1, got {capacity!r}"
+            with self.assertRaisesRegex(ValueError, message):
+                self.switch(capacity=capacity)
+        with self.assertRaisesRegex(
+            ValueError, r"pair .* 'hierarchical', got \(1, 2\)"
+        ):
+            self.switch(capacity=(1, 2))
         with self.assertRaisesRegex(ValueError, "wire_dtype .* got torch.float16"):
             self.switch(wire_dtype=torch.float16)
         with self.assertRaisesRegex(ValueError, "layout must be 'flat'"):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed._moe.exchange import Exchange
 
 
-__all__ = ["AGREED", "CheckedTokenSwitch", "ODD"]
+__all__ = ["AGREED", "check_counts", "CheckedTokenSwitch", "ODD"]
 
 
 # Facts that shapes of collectives depend on, including those of backward, and the layer: one that a rank
@@ -36,6 +36,15 @@ AGREED = (
 ODD, CHANGED = 0, 1
 # Layers whose marks differ.
 _LAYERS = 64
+
+
+def check_counts(who: str, **values: object) -> None:
+    """Raises if one of ``values`` is no integer of at least 1."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(
+                f"{who}: {name} must be an integer of at least 1, got {value!r}"
+            )
 
 
 class CheckedTokenSwitch(TokenSwitch):

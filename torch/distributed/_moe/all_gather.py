@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._moe import payload
-from torch.distributed._moe.agreement import CheckedTokenSwitch
+from torch.distributed._moe.agreement import check_counts, CheckedTokenSwitch
 from torch.distributed._moe.exchange import Exchange
 from torch.distributed._token_switch import Routing
 
@@ -57,10 +57,8 @@ class TokenSwitchAllGather(CheckedTokenSwitch):
     def __init__(
         self, group: ProcessGroup, num_experts: int, *, max_tokens: int
     ) -> None:
-        name = type(self).__name__
         self._set_experts(num_experts, dist.get_process_group_ranks(group))
-        if max_tokens < 1:
-            raise ValueError(f"{name}: max_tokens must be at least 1, got {max_tokens}")
+        check_counts(type(self).__name__, max_tokens=max_tokens)
         self.levels = (Exchange(group, num_experts, None, level="flat"),)
         self._max_tokens = max_tokens
         self._buffers: dict[tuple[Any, ...], _Buffers] = {}

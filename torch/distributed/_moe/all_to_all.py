@@ -30,7 +30,12 @@ from typing import Any, cast, Literal, TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._moe.agreement import AGREED, CheckedTokenSwitch, ODD
+from torch.distributed._moe.agreement import (
+    AGREED,
+    check_counts,
+    CheckedTokenSwitch,
+    ODD,
+)
 from torch.distributed._moe.exchange import (
     counter_maximum,
     Demand,
@@ -165,10 +170,13 @@ class TokenSwitchAllToAll(CheckedTokenSwitch):
 
     def _capacities(self, capacity: Any) -> tuple[int | None, ...]:
         """Checks the capacity; one for every level."""
-        if capacity is not None and capacity < 1:
+        name = type(self).__name__
+        if isinstance(capacity, tuple):
             raise ValueError(
-                f"{type(self).__name__}: capacity must be at least 1, got {capacity}"
+                f"{name}: a pair of capacities is for 'hierarchical', got {capacity}"
             )
+        if capacity is not None:
+            check_counts(name, capacity=capacity)
         return (capacity,)
 
     @property

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.distributed._moe.agreement import check_counts
 from torch.distributed._moe.in_flight import begin, end, use_own_groups
 
 
@@ -96,10 +97,7 @@ class OverlapSchedule:
     order: tuple[Step, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.num_chunks < 1:
-            raise ValueError(
-                f"OverlapSchedule: num_chunks must be at least 1, got {self.num_chunks}"
-            )
+        check_counts("OverlapSchedule", num_chunks=self.num_chunks)
         if self.shared not in ("dispatch", "combine"):
             raise ValueError(
                 "OverlapSchedule: shared must be 'dispatch' or 'combine', "

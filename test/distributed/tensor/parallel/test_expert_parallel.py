@@ -506,6 +506,17 @@ class TestExpertParallel(ExpertParallelTest):
         parallelize_module(layer, self.ep_mesh(4), ExpertParallel())
         self.assertEqual(layer.w_in.full_tensor(), want)
 
+    def test_numbers_are_integers(self):
+        for name, switch in (
+            ("num_chunks", "all_to_all"),
+            ("ranks_per_node", "hierarchical"),
+            ("max_tokens", "all_gather"),
+        ):
+            for value in (0, 2.0, True, "2"):
+                message = f"{name} must be an integer .* 1, got {value!r}"
+                with self.assertRaisesRegex(ValueError, message):
+                    ExpertParallel(token_switch=switch, **{name: value})
+
     def test_errors(self):
         mesh = self.ep_mesh(4)["ep"]
         two_dims = self.mesh(("ep", "tp"), 2, 2)

@@ -10,6 +10,7 @@ from weakref import ref, WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn, Tensor
+from torch.distributed._moe.agreement import check_counts
 from torch.distributed._moe.loads import LoadStats, StepTimes
 from torch.distributed._moe.plan import Plan, Topology
 from torch.distributed.tensor.parallel._expert_placed_layer import PlacedLayer
@@ -105,12 +106,8 @@ class ExpertPlacement:
             )
         for name in ("slots_per_rank", "ranks_per_node", "every"):
             value = getattr(self, name)
-            if value is None and name != "slots_per_rank":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(
-                    f"ExpertPlacement: {name} must be an integer of at least 1, got {value!r}"
-                )
+            if value is not None or name == "slots_per_rank":
+                check_counts("ExpertPlacement", **{name: value})
         if not 0 <= self.decay < 1:
             raise ValueError(
                 f"ExpertPlacement: decay must be in [0, 1), got {self.decay}"

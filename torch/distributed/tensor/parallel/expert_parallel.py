@@ -13,6 +13,7 @@ from torch import nn, Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed._local_tensor import local_tensor_mode
+from torch.distributed._moe.agreement import check_counts
 from torch.distributed._moe.all_gather import TokenSwitchAllGather
 from torch.distributed._moe.all_to_all import (
     any_rank,
@@ -346,6 +347,7 @@ class ExpertParallel(ParallelStyle):
         replicate_dim: str = "dp_replicate",
     ) -> None:
         super().__init__()
+        check_counts("ExpertParallel", num_chunks=num_chunks)
         options: dict[str, Any] = {
             "combine": combine,
             "capacity": capacity,
@@ -374,6 +376,8 @@ class ExpertParallel(ParallelStyle):
                     f"ExpertParallel: {name} goes with token_switch={switch!r}, got "
                     f"{value} and {token_switch!r}"
                 )
+            if value is not None:
+                check_counts("ExpertParallel", **{name: value})
         if sequence_parallel_mesh is not None and sequence_parallel_mesh.ndim != 1:
             raise ValueError(
                 "ExpertParallel: sequence_parallel_mesh must be 1-D, got a "
@@ -384,6 +388,10 @@ class ExpertParallel(ParallelStyle):
         self.token_switch = token_switch
         self.ranks_per_node = ranks_per_node
         self.max_tokens = max_tokens
+        if placement is not None and not hasattr(placement, "make_layer"):
+            raise TypeError(
+                f"ExpertParallel: placement must be an ExpertPlacement, got {placement!r}"
+            )
         self.placement = placement
         plain = num_chunks == 1
         if schedule is None:
@@ -469,7 +477,7 @@ class ExpertParallel(ParallelStyle):
             )
         elif self.token_switch == "hierarchical":
             per_node = cast(int, self.ranks_per_node)
-            if per_node < 1 or ep_mesh.size() % per_node:
+            if ep_mesh.size() % per_node:
                 raise ValueError(
                     "ExpertParallel: ranks_per_node must divide the "
                     f"{ep_mesh.size()} ranks of the mesh, got {per_node}"
