@@ -473,7 +473,7 @@ class Decoder(Model):
 EXPLAINED = {
     "experts": (dict(width=128, experts=16), torch.float32),
     "vocabulary": (dict(vocabulary=4096), torch.float32),
-    "bfloat16": (dict(width=128, layers=3), torch.bfloat16),
+    "bfloat16": (dict(width=128, layers=4), torch.bfloat16),
 }
 
 
