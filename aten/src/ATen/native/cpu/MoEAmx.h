@@ -204,7 +204,9 @@ struct TileGemm : FastGemm<AmxGemm> {
     return weights.part_depth % 2 == 0 && weights.is_along_k();
   }
 
-  // Packs kTileRows rows, null for zeros, as the columns of a panel of that many.
+  static constexpr int64_t kPackedRows = kTileRows;
+
+  // Packs that many rows, null for zeros, as the columns of a panel of that many.
   static void pack_rows(const BFloat16* const* rows, int64_t depth, BFloat16* to) {
     for (int64_t i = 0; i < kBlock; i += kTile) {
       for (int64_t k = 0; k < depth; k += kBlock) {

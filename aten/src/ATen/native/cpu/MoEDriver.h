@@ -442,6 +442,18 @@ class ExpertGemm {
       in_place_ = true;
       row_length_ = row_size_;
     }
+    // Rows that cannot be cut along K: blocks are.
+    if constexpr (requires { Micro::needs_whole_rows(weights); }) {
+      if (Micro::needs_whole_rows(weights)) {
+        depth_ = kPanelCols;  // no panel is packed
+        rows = std::clamp<int64_t>(routing.most_rows, 1, rows);
+        while (rows > Micro::kTileRows && threads * reserve(rows).bytes() > limit) {
+          rows = std::max(Micro::kTileRows, round_up(rows / 2, Micro::kTileRows));
+          blocks = make_blocks(routing.experts, rows, Micro::kTileRows);
+        }
+        threads = std::clamp<int64_t>(limit / reserve(rows).bytes(), 1, threads);
+      }
+    }
     if (threads > 1 && threads * reserve(rows).bytes() > limit) {
       row_length_ = Weights::kPacks && !in_place_ ? std::min(row_size_, depth_) : row_size_;
       threads = std::clamp<int64_t>(limit / reserve(rows).bytes(), 1, threads);
@@ -548,13 +560,13 @@ class ExpertGemm {
     const int64_t rows = block.rows();
     if constexpr (requires { Micro::packs_rows(weights_); }) {
       if (packs_rows_) {
-        for (int64_t i = 0; i < rows; i += Micro::kTileRows) {
-          const operand_t* from[Micro::kTileRows] = {};
-          for (const auto j : c10::irange(std::min(Micro::kTileRows, rows - i))) {
+        for (int64_t i = 0; i < rows; i += Micro::kPackedRows) {
+          const scalar_t* from[Micro::kPackedRows] = {};
+          for (const auto j : c10::irange(std::min(Micro::kPackedRows, rows - i))) {
             from[j] = source_.row(block.begin + i + j, part * depth);
           }
           at.lines[i] = at.rows + i * row_length_;
-          Micro::pack_rows(from, depth, at.rows + i * row_length_ + offset * Micro::kTileRows);
+          Micro::pack_rows(from, depth, at.rows + i * row_length_ + offset * Micro::kPackedRows);
         }
         return;
       }

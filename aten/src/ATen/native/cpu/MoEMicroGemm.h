@@ -18,7 +18,8 @@
 //   kept_sums()                how many sums its scratch should hold
 //   multiply_runs(), kFewRows  products of few rows with panels side by side
 //   spreads_rows(), kRowGap    whether many rows are copied, with a gap in between
-//   packs_rows(), pack_rows()  whether rows are packed for multiply_stored(), and how
+//   packs_rows(), pack_rows()  whether rows are packed for multiply_stored(), kPackedRows at a time
+//   needs_whole_rows()         whether the rows of a block must have all of K then
 // An element is summed over ascending k, in an order independent of the number of
 // rows and threads.
 

@@ -8,6 +8,7 @@
 #include <ATen/native/cpu/MoEPackingX86.h>
 
 #include <cstring>
+#include <limits>
 
 #if defined(CPU_CAPABILITY_AVX2) || defined(CPU_CAPABILITY_AVX512)
 // dispatch_fast_micro_gemm() exists.
@@ -318,13 +319,104 @@ struct DotProducts : NativeRounding {
       }
     }
   }
+
+  // See LineGemm.
+  template <int64_t rows, int64_t lines>
+  C10_ALWAYS_INLINE static void add_lines(
+      const BFloat16* const (&a)[rows], const BFloat16* w, int64_t stride, int64_t k, int64_t words,
+      __m512 (&sums)[rows][lines]) {
+    const auto mask = static_cast<__mmask16>((1 << words) - 1);
+    __m512i right[lines];
+    MOE_UNROLL
+    for (int64_t j = 0; j < lines; ++j) {
+      right[j] = _mm512_maskz_loadu_epi32(mask, w + j * stride + k);
+    }
+    MOE_UNROLL
+    for (int64_t r = 0; r < rows; ++r) {
+      const __m512i left = _mm512_maskz_loadu_epi32(mask, a[r] + k);
+      MOE_UNROLL
+      for (int64_t j = 0; j < lines; ++j) {
+        sums[r][j] = add_dot(sums[r][j], left, right[j]);
+      }
+    }
+  }
+};
+
+// Lines of bfloat16 times rows of floats, for CPUs on which two of those products are faster than one of
+// DotProducts. A vector of words is two of floats, the first elements and the second ones, and rows are
+// packed like that.
+struct SplitProducts {
+  static __m512 half_of(__m512i words, int64_t element) {
+    return _mm512_castsi512_ps(
+        element == 0 ? _mm512_slli_epi32(words, 16)
+                     : _mm512_and_si512(words, _mm512_set1_epi32(~0xffff)));
+  }
+
+  // See LineGemm. In assembly, as GCC would keep sums in memory.
+  template <int64_t rows, int64_t lines>
+  C10_ALWAYS_INLINE static void add_lines(
+      const float* const (&a)[rows], const BFloat16* w, int64_t stride, int64_t k, int64_t words,
+      __m512 (&sums)[rows][lines]) {
+    const auto mask = static_cast<__mmask16>((1 << words) - 1);
+    MOE_UNROLL
+    for (int64_t element = 0; element < 2; ++element) {
+      __m512 right[lines];
+      MOE_UNROLL
+      for (int64_t j = 0; j < lines; ++j) {
+        right[j] = half_of(_mm512_maskz_loadu_epi32(mask, w + j * stride + k), element);
+      }
+      MOE_UNROLL
+      for (int64_t r = 0; r < rows; ++r) {
+        const __m512 left = _mm512_maskz_loadu_ps(mask, a[r] + k + element * words);
+        MOE_UNROLL
+        for (int64_t j = 0; j < lines; ++j) {
+          asm("vfmadd231ps %2, %1, %0" : "+v"(sums[r][j]) : "v"(left), "v"(right[j]));
+        }
+      }
+    }
+  }
+
+  // Packs one row, null for zeros: of each 16 words the first elements, then the second ones.
+  static void pack_row(const BFloat16* row, int64_t depth, float* to) {
+    for (int64_t k = 0; k < depth; k += 32) {
+      const int64_t words = std::min<int64_t>(32, depth - k) / 2;
+      const auto mask = static_cast<__mmask16>((1 << words) - 1);
+      const auto x =
+          row == nullptr ? _mm512_setzero_si512() : _mm512_maskz_loadu_epi32(mask, row + k);
+      for (const auto element : c10::irange(2)) {
+        _mm512_mask_storeu_ps(to + k + element * words, mask, half_of(x, element));
+      }
+    }
+  }
 };
 
 // Multiplies weights that lie along K as they are stored. Each lane of a sum has every 16th word of
-// K, and the lanes are added at the end. Nothing is packed or transposed, and a decode step reads
+// K, and the lanes are added at the end. No weight is packed or transposed, and a decode step reads
 // one line after the other, as fast as a sum over memory. Any number of rows is multiplied like
 // this, so a row has the same bits alone and among others.
-struct DotGemm : ThinGemm<BFloat16, DotProducts> {
+// Products::add_lines(a, w, stride, k, words, sums) adds `words` words, at most 16, of each row and
+// line from k on.
+template <typename Thin, typename Products>
+struct LineGemm : Thin {
+  using Thin::kTileRows;
+  using operand = typename Thin::operand_t;
+  static constexpr bool kSplitsRows = std::is_same_v<operand, float>;
+  static constexpr int64_t kPackedRows = 1;
+
+  // Whether the rows of a block are packed with pack_rows(), one at a time.
+  static bool packs_rows(const WeightSource<BFloat16>& weights) requires kSplitsRows {
+    return takes(weights);
+  }
+
+  static void pack_rows(const BFloat16* const* row, int64_t depth, float* to) requires kSplitsRows {
+    Products::pack_row(*row, depth, to);
+  }
+
+  // Whether multiply_stored() is the only product of these bits, which needs rows of all of K.
+  static bool needs_whole_rows(const WeightSource<BFloat16>& weights) requires kSplitsRows {
+    return takes(weights);
+  }
+
   // Whether the rows of a block are copied, kRowGap elements apart. Rows and lines of a tile that are
   // multiples of 4 KiB apart share one set of L1 and evict each other.
   static bool spreads_rows(const WeightSource<BFloat16>& weights, int64_t ld) {
@@ -337,10 +429,10 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
   template <typename ColumnsFn>
   static int64_t multiply_runs(
       const WeightSource<BFloat16>& weights, const Block& block, const ColumnsFn& columns,
-      int64_t panels, const BFloat16* const* rows, std::span<float> sums) {
+      int64_t panels, const operand* const* rows, std::span<float> sums) {
     const int64_t tile = block.rows() * kPanelCols;
     if (block.rows() > 2 || !takes(weights)) {
-      return ThinGemm::multiply_runs(weights, block, columns, panels, rows, sums);
+      return Thin::multiply_runs(weights, block, columns, panels, rows, sums);
     }
     panels = std::min(panels, std::ssize(sums) / tile);
     for (const auto i : c10::irange(2)) {
@@ -352,10 +444,10 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
     return panels;
   }
 
-  // See ThinGemm. Returns false for an odd K, whose rows are packed.
+  // See ThinGemm. Returns false for weights whose lines it does not take.
   static bool multiply_stored(
       const WeightSource<BFloat16>& weights, const Block& block, const PanelColumns& columns,
-      const Panel& next, const BFloat16* const* rows, std::span<float> scratch, float* c) {
+      const Panel& next, const operand* const* rows, std::span<float> scratch, float* c) {
     if (!takes(weights)) {
       return false;
     }
@@ -368,7 +460,7 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
   // How many lanes of sums a thread keeps between two parts of K; 0 if blocks of at most `most_rows`
   // rows do not cut it.
   static int64_t kept_sums(const WeightSource<BFloat16>& weights, int64_t most_rows) {
-    const int64_t groups = ceil_div(std::min(most_rows, kFinishRows<ThinGemm>), kTileRows);
+    const int64_t groups = ceil_div(std::min(most_rows, kFinishRows<Thin>), kTileRows);
     const int64_t depth = weights.part_depth;
     const bool cuts = takes(weights) && groups > 1 && cut_depth(depth) < depth;
     return cuts ? groups * kTileRows * kCutLines * kLanes : 0;
@@ -376,8 +468,12 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
 
  private:
   static bool takes(const WeightSource<BFloat16>& weights) {
-    return weights.part_depth > 0 && weights.part_depth % 2 == 0 && weights.is_along_k();
+    const int64_t depth = weights.part_depth;
+    return depth > 0 && depth <= kMostDepth && depth % 2 == 0 && weights.is_along_k();
   }
+
+  // Each of many threads packs six whole rows in scratch of limited size.
+  static constexpr int64_t kMostDepth = kSplitsRows ? 4096 : std::numeric_limits<int64_t>::max();
 
   // Multiplies the rows of a block by the lines of span s, and fetches lines of the same span of `next`.
   // A long K is cut into parts. All rows are multiplied by a part of kCutLines lines before the next part
@@ -385,7 +481,7 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
   // the sums between two parts, so that no bit changes. If it is small, fewer lines are read together.
   static void multiply_span(
       const WeightSource<BFloat16>& weights, const Block& block, const PanelColumns& columns,
-      int64_t s, const Panel& next, const BFloat16* const* rows, std::span<float> kept, float* c) {
+      int64_t s, const Panel& next, const operand* const* rows, std::span<float> kept, float* c) {
     const PanelSpan& span = columns.spans[s];
     const int64_t depth = weights.part_depth;
     const int64_t groups = ceil_div(block.rows(), kTileRows);
@@ -411,7 +507,7 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
             const int64_t begin = block.rows() * group / groups;
             const int64_t end = block.rows() * (group + 1) / groups;
             with_constant<kTileRows>(end - begin, [&](auto size) {
-              const BFloat16* x[size];
+              const operand* x[size];
               for (const auto r : c10::irange(int64_t{size})) {
                 x[r] = rows[begin + r] + part * depth + k;
               }
@@ -444,7 +540,7 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
   // Elements of K of a part, so that six rows of it stay in L1. Up to a quarter more is not worth a cut.
   // Zen 4 reads rows from L2 in time.
   static int64_t cut_depth(int64_t depth) {
-    constexpr int64_t most = 2048;
+    constexpr int64_t most = 4096 / sizeof(operand);
     if (!has_large_l1() || depth <= most + most / 4) {
       return depth;
     }
@@ -457,7 +553,7 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
   // Multiplies x by `lines` lines of w, see multiply_tile.
   template <int64_t rows>
   static void multiply_lines(
-      int64_t depth, const BFloat16* const (&x)[rows], const BFloat16* w, int64_t stride,
+      int64_t depth, const operand* const (&x)[rows], const BFloat16* w, int64_t stride,
       int64_t lines, const BFloat16* next, int64_t fetched, bool accumulate, float* c, float* kept,
       bool continues) {
     const auto at = [](float* from, int64_t i) { return from == nullptr ? from : from + i; };
@@ -483,9 +579,9 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
   // and the lanes are stored there.
   template <int64_t rows, int64_t lines>
   C10_NOINLINE static void multiply_tile(
-      int64_t depth, const BFloat16* const (&x)[rows], const BFloat16* w, int64_t stride,
+      int64_t depth, const operand* const (&x)[rows], const BFloat16* w, int64_t stride,
       const BFloat16* next, int64_t fetched, bool accumulate, float* c, float* kept, bool continues) {
-    const BFloat16* a[rows];
+    const operand* a[rows];
     std::copy_n(x, rows, a);
     __m512 sums[rows][lines];
     MOE_UNROLL
@@ -506,14 +602,13 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
     }
     int64_t k = 0;
     for (; k + kStep <= depth; k += kStep) {
-      add_products(a, w, stride, k, 0xffff, sums);
+      Products::add_lines(a, w, stride, k, kLanes, sums);
       for (int64_t i = 0; i < fetched; ++i, next += kStep) {
         prefetch(next);
       }
     }
     if (k < depth) {
-      const auto mask = static_cast<__mmask16>((1 << (depth - k) / 2) - 1);
-      add_products(a, w, stride, k, mask, sums);
+      Products::add_lines(a, w, stride, k, (depth - k) / 2, sums);
     }
     if (c == nullptr) {
       MOE_UNROLL
@@ -538,25 +633,6 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
     }
   }
 
-  template <int64_t rows, int64_t lines>
-  C10_ALWAYS_INLINE static void add_products(
-      const BFloat16* const (&a)[rows], const BFloat16* w, int64_t stride, int64_t k,
-      __mmask16 mask, __m512 (&sums)[rows][lines]) {
-    __m512i right[lines];
-    MOE_UNROLL
-    for (int64_t j = 0; j < lines; ++j) {
-      right[j] = _mm512_maskz_loadu_epi32(mask, w + j * stride + k);
-    }
-    MOE_UNROLL
-    for (int64_t r = 0; r < rows; ++r) {
-      const __m512i left = _mm512_maskz_loadu_epi32(mask, a[r] + k);
-      MOE_UNROLL
-      for (int64_t j = 0; j < lines; ++j) {
-        sums[r][j] = add_dot(sums[r][j], left, right[j]);
-      }
-    }
-  }
-
   // Returns the sums of the lanes of each vector.
   C10_ALWAYS_INLINE static __m128 add_lanes(__m512 a, __m512 b, __m512 c, __m512 d) {
     const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
@@ -572,6 +648,8 @@ struct DotGemm : ThinGemm<BFloat16, DotProducts> {
   }
 };
 
+using DotGemm = LineGemm<ThinGemm<BFloat16, DotProducts>, DotProducts>;
+using SplitGemm = LineGemm<FloatGemm, SplitProducts>;
 #endif
 
 // Calls fn(scalar_t(0), Micro()), see dispatch_micro_gemm in MoEProjection.h.
@@ -597,8 +675,10 @@ void dispatch_fast_micro_gemm(ScalarType dtype, const Fn& fn) {
       if (is_fast) {
         return fn(BFloat16(0), DotGemm());
       }
-#endif
+      return fn(BFloat16(0), SplitGemm());
+#else
       return fn(BFloat16(0), FloatGemm());
+#endif
   }
 }
 
