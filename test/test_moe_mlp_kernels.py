@@ -210,7 +210,13 @@ class TestMoeMlpKernels(TestCase):
         # With few rows, the kernel reads these weights in place instead of packing them.
         + [(200, 96, 64), (70, 1056, 32), (60, 208, 176)]
         # Many rows of 2048 elements are kept apart; longer ones are read a part at a time.
-        + [(60, 2048, 40), (60, 40, 2048), (60, 2882, 40), (60, 40, 4096)],
+        + [
+            (60, 2048, 40),
+            (60, 40, 2048),
+            (60, 2882, 40),
+            (60, 40, 4096),
+            (60, 40, 4128),
+        ],
     )
     @parametrize("transposed", [False, True])
     def test_other_tokens(self, dtype, shape, transposed):

@@ -129,7 +129,8 @@ def merge_experts(
             are all 0 in a group; or a tensor of experts is not floating point or has 8 bits.
     """
     keys, num_experts = _stacked("merge_experts", state, prefix, names)
-    if not len(groups):
+    groups = list(groups)
+    if not groups:
         raise ValueError("merge_experts: groups must have at least one group")
     name = "merge_experts: each of the groups"
     groups = [_ids(name, group, num_experts).tolist() for group in groups]

@@ -451,7 +451,7 @@ class ExpertGemm {
           rows = std::max(Micro::kTileRows, round_up(rows / 2, Micro::kTileRows));
           blocks = make_blocks(routing.experts, rows, Micro::kTileRows);
         }
-        threads = std::clamp<int64_t>(limit / reserve(rows).bytes(), 1, threads);
+        threads = std::min(threads, std::max<int64_t>(1, limit / reserve(rows).bytes()));
       }
     }
     if (threads > 1 && threads * reserve(rows).bytes() > limit) {

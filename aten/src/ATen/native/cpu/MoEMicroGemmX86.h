@@ -444,11 +444,14 @@ struct LineGemm : Thin {
     return panels;
   }
 
-  // See ThinGemm. Returns false for weights whose lines it does not take.
+  // See ThinGemm, which may take few rows of other weights.
   static bool multiply_stored(
       const WeightSource<BFloat16>& weights, const Block& block, const PanelColumns& columns,
       const Panel& next, const operand* const* rows, std::span<float> scratch, float* c) {
     if (!takes(weights)) {
+      if constexpr (kSplitsRows) {
+        return Thin::multiply_stored(weights, block, columns, next, rows, scratch, c);
+      }
       return false;
     }
     for (const auto i : c10::irange(2)) {
