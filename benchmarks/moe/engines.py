@@ -1,10 +1,10 @@
 """F.moe_mlp beside the CPU kernels of serving engines, each in its own process.
 
-    python benchmarks/moe/engines.py --install
+    python benchmarks/moe/engines.py --install [--engines vllm ...]
     python benchmarks/moe/engines.py --out FILE.json [--engines vllm ...] [--formats bfloat16 ...]
         [--rows PATTERN ...] [--threads 1 2] [--pages huge small] [--rounds 15]
 
-``--install`` makes an environment for each engine in build/engines from the requirements in engine/.
+``--install`` makes an environment for each of the engines in build/engines from the requirements in engine/.
 An engine without one is left out with a message. Tensors are drawn once and written to a file
 that all processes map. Every output is compared with float64. bfloat16 outputs may have the noise of
 the unfused layer in that dtype. Outputs of low-bit weights may differ by a share of the norm, as an
@@ -121,9 +121,9 @@ def python_of(name: str) -> pathlib.Path:
     return ROOT / "build/engines" / name / "bin/python"
 
 
-def install() -> None:
-    """Makes the environment of every engine."""
-    for name in PEERS:
+def install(names: list[str]) -> None:
+    """Makes the environments of engines."""
+    for name in names:
         folder = python_of(name).parents[1]
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         words = ["-m", "pip", "install", "-r", str(HERE / f"requirements-{name}.txt")]
@@ -334,7 +334,7 @@ def main(argv: list[str] | None = None) -> int:
     options |= {"threads": [1, 2], "seconds": 30.0}
     args = parse(__doc__, argv=argv, **options)
     if args.install:
-        install()
+        install(args.engines or PEERS)
         return 0
     there = [name for name in PEERS if python_of(name).exists()]
     names = [OURS, *(there if args.engines is None else args.engines)]

@@ -598,9 +598,8 @@ class TestMoeReplay(TestCase):
         self.assertEqual((record.keys(), again), ({"0", "2"}, record))
         self.assertIs(vars(model[0])["forward"], own)
         self.assertEqual(other(x), 2 * x)
-        for _ in range(
-            2
-        ):  # each context may find a wrapper around the forward of the last one
+        # The second context finds a wrapper around the forward of the first one.
+        for _ in range(2):
             with replay_routing(model, record):
                 inner = model[2].forward
                 model[2].forward = functools.partial(

@@ -230,8 +230,7 @@ def _reaches(module: nn.Module) -> bool:
     if forward is None:
         return True
     forward = vars(module).get("_old_forward", forward)
-    code = getattr(forward, "__code__", None)
-    if code is not None and code.co_filename == moe_lora.__file__:
+    if getattr(forward, "__module__", None) == moe_lora.__name__:
         forward = vars(module)["_merged_forward"]
     return getattr(forward, "__func__", None) is type(module).forward
 

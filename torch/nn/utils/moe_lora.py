@@ -157,10 +157,10 @@ def _merging_again() -> Iterator[None]:
 
 
 def _merging(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A method with the signature of a class's ``forward``, which export reads.
+    """Returns a method with the name and the signature of ``forward``, that of a class.
 
-    It has its name, too. pickle finds a bound method by its name: a module that was merged for good gets
-    its class's again.
+    Export reads the signature. pickle finds a bound method by its name, and so it finds the class's for a
+    module that was merged for good.
     """
 
     @functools.wraps(forward, assigned=("__name__",))

@@ -442,7 +442,7 @@ class ExpertGemm {
       in_place_ = true;
       row_length_ = row_size_;
     }
-    // Rows that cannot be cut along K: blocks are.
+    // If rows must have all of K, blocks get fewer rows instead.
     if constexpr (requires { Micro::needs_whole_rows(weights); }) {
       if (Micro::needs_whole_rows(weights)) {
         depth_ = kPanelCols;  // no panel is packed

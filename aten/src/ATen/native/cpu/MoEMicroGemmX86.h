@@ -342,9 +342,9 @@ struct DotProducts : NativeRounding {
   }
 };
 
-// Lines of bfloat16 times rows of floats, for CPUs on which two of those products are faster than one of
-// DotProducts. A vector of words is two of floats, the first elements and the second ones, and rows are
-// packed like that.
+// Multiplies lines of bfloat16 by rows of floats. On some CPUs the two products of a word take less time
+// than the one of DotProducts. A vector of words becomes two of floats, of the first elements and of the
+// second ones; rows are packed in this order.
 struct SplitProducts {
   static __m512 half_of(__m512i words, int64_t element) {
     return _mm512_castsi512_ps(
@@ -412,7 +412,7 @@ struct LineGemm : Thin {
     Products::pack_row(*row, depth, to);
   }
 
-  // Whether multiply_stored() is the only product of these bits, which needs rows of all of K.
+  // Other products would have other bits, and multiply_stored() reads all of K.
   static bool needs_whole_rows(const WeightSource<BFloat16>& weights) requires kSplitsRows {
     return takes(weights);
   }
@@ -475,7 +475,7 @@ struct LineGemm : Thin {
     return depth > 0 && depth <= kMostDepth && depth % 2 == 0 && weights.is_along_k();
   }
 
-  // Each of many threads packs six whole rows in scratch of limited size.
+  // Each thread packs whole rows, and the scratch of all threads is limited.
   static constexpr int64_t kMostDepth = kSplitsRows ? 4096 : std::numeric_limits<int64_t>::max();
 
   // Multiplies the rows of a block by the lines of span s, and fetches lines of the same span of `next`.
