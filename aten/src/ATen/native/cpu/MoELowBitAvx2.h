@@ -416,10 +416,6 @@ struct PackMode {
 inline bool may_multiply(LowBitCodes codes) {
   return codes != LowBitCodes::E4M3 || (_mm_getcsr() & PackMode::kFlags) == 0;
 }
-template <typename>
-constexpr bool packs() {
-  return true;
-}
 
 struct Traits {
   static constexpr int64_t kRows = kMaxRows, kLines = low_bit_avx2::kLines;

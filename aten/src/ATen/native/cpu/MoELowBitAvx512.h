@@ -469,15 +469,18 @@ C10_ALWAYS_INLINE void add_int8(
 C10_ALWAYS_INLINE void store_pair(Ints words, BFloat16* to, int64_t) {
   store_ints(to, words);
 }
+C10_ALWAYS_INLINE void store_pair(const FloatPair& two, float* to, int64_t ld) {
+  store_floats(to, two.first);
+  store_floats(to + ld, two.second);
+}
+C10_ALWAYS_INLINE void store_pair(Ints words, float* to, int64_t ld) {
+  store_pair(floats_of(words), to, ld);
+}
 
 // Tables decode denormals like other numbers.
 struct PackMode {};
 inline bool may_multiply(LowBitCodes) {
   return true;
-}
-template <typename operand_t>
-constexpr bool packs() {
-  return std::is_same_v<operand_t, BFloat16>;
 }
 
 struct Traits {
@@ -488,9 +491,9 @@ struct Traits {
     return std::is_base_of_v<VecGemm<BFloat16, DotProducts>, Micro> ||
         std::is_base_of_v<VecGemm<float>, Micro>;
   }
+  // Rows are bfloat16 only where dispatch_fast_micro_gemm() found AVX512-BF16, so others need none.
   static bool is_available() {
-    static const bool found = has_instructions("avx512_vbmi") &&
-        has_instructions("avx512_bf16") && has_instructions("avx512_vnni");
+    static const bool found = has_instructions("avx512_vbmi") && has_instructions("avx512_vnni");
     return found;
   }
   static bool is_regular(const LowBitView& w, int64_t row, int64_t count) {

@@ -15,7 +15,7 @@
 //   ShiftedE2M1, ShiftedInt4, ShiftedInt8    the same as bytes: a number is kUnit times the byte
 //                         minus kShift
 //   add_pair(), add_int8(), store_pair()    multiply and store them
-//   Traits, may_multiply(), packs(), underflows(), PackMode    cases left to the caller
+//   Traits, may_multiply(), underflows(), PackMode    cases left to the caller
 //
 // MoELowBitInt8.h has the products of rows rounded to int8.
 
@@ -516,25 +516,21 @@ struct Decoder : Traits {
   static bool pack(
       const LowBitView& w, int64_t expert, int64_t row, int64_t count, int64_t k0, int64_t depth,
       int64_t at, int64_t tile_cols, operand_t* panel) {
-    if constexpr (packs<operand_t>()) {
-      constexpr int64_t v = kWordElements<operand_t>;
-      if (!is_regular(w, row, count) || k0 % kBlock != 0 || depth % 8 != 0 || at % kLines != 0 ||
-          (w.scaling == Scaling::Folded && w.scale.block_cols != kBlock)) {
-        return false;
-      }
-      [[maybe_unused]] const PackMode mode;
-      const auto fn = find_pack<operand_t>(w);
-      for (int64_t n = 0; n < count; n += kLines) {
-        const int64_t in_tile = (at + n) % tile_cols;
-        operand_t* to = panel + (at + n - in_tile) * round_up(depth, v) + in_tile * v;
-        if (!fn(w, expert, row + n, k0, depth, tile_cols, to)) {
-          return false;
-        }
-      }
-      return true;
-    } else {
+    constexpr int64_t v = kWordElements<operand_t>;
+    if (!is_regular(w, row, count) || k0 % kBlock != 0 || depth % 8 != 0 || at % kLines != 0 ||
+        (w.scaling == Scaling::Folded && w.scale.block_cols != kBlock)) {
       return false;
     }
+    [[maybe_unused]] const PackMode mode;
+    const auto fn = find_pack<operand_t>(w);
+    for (int64_t n = 0; n < count; n += kLines) {
+      const int64_t in_tile = (at + n) % tile_cols;
+      operand_t* to = panel + (at + n - in_tile) * round_up(depth, v) + in_tile * v;
+      if (!fn(w, expert, row + n, k0, depth, tile_cols, to)) {
+        return false;
+      }
+    }
+    return true;
   }
 };
 
