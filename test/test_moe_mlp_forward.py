@@ -73,6 +73,12 @@ ERRORS = [
         input=torch.zeros(13),
     ),
     bad(
+        "input_shape",
+        ValueError,
+        "input must have shape (T, D) = (13, 16), got (13, 15)",
+        input=torch.zeros(13, 15),
+    ),
+    bad(
         "w_in_shape",
         ValueError,
         "w_in must have shape (E, 2*F, D) = (4, 48, 16), got (4, 47, 16)",

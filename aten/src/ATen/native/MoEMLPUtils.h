@@ -300,6 +300,14 @@ inline MLPSizes check_mlp_inputs(
       check_shape(op, name, tensor, rule, expected);
     }
   };
+  // If the weights agree about D, the input is what differs.
+  const auto D_of_weights = in.w_in.sym_size(2);
+  const auto is_equal = [](const c10::SymInt& a, const c10::SymInt& b) {
+    return a.sym_eq(b).expect_true(__FILE__, __LINE__);
+  };
+  if (!is_equal(D, D_of_weights) && is_equal(in.w_out.sym_size(1), D_of_weights)) {
+    has_shape("input", in.input, "(T, D)", {T, D_of_weights});
+  }
   has_shape("w_out", in.w_out, "(E, D, F)", {E, D, F});
   has_shape("w_in", in.w_in, w_in_rule, {E, has_up ? F : GF, D});
   has_shape("w_up", in.w_up, "(E, F, D)", {E, F, D});
