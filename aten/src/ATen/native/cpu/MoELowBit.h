@@ -55,6 +55,30 @@ inline const std::array<float, 256>& values_of(LowBitCodes codes) {
   return tables[static_cast<size_t>(codes)];
 }
 
+// While it exists, this thread computes with denormal numbers, whatever torch.set_flush_denormal says.
+// A scale of E8M0 may be one where its product with a code is not.
+class KeptDenormals {
+ public:
+#if defined(__SSE2__)
+  KeptDenormals() {
+    _mm_setcsr(before_ & ~kFlags);
+  }
+  ~KeptDenormals() {
+    _mm_setcsr(before_);
+  }
+  static bool are_flushed() {
+    return (_mm_getcsr() & kFlags) != 0;
+  }
+
+ private:
+  static constexpr uint32_t kFlags = 0x8040;  // DAZ and FTZ
+  const uint32_t before_ = _mm_getcsr();
+#else
+  KeptDenormals() {}
+#endif
+  C10_DISABLE_COPY_AND_ASSIGN(KeptDenormals);
+};
+
 // ---- a matrix ---------------------------------------------------------------------
 
 // Scales by (expert, row, element of K).
@@ -499,6 +523,7 @@ class LowBitSource {
   void pack(
       int64_t expert, const PanelSpan& span, int64_t k0, int64_t depth,
       typename Micro::operand_t* panel) const {
+    const KeptDenormals mode;
     using operand_t = typename Micro::operand_t;
     constexpr bool is_one_tile = Micro::kTileCols == kPanelCols;
     const LowBitView& w = part(span);

@@ -398,23 +398,10 @@ C10_ALWAYS_INLINE void store_pair(const FloatPair& two, BFloat16* to, int64_t) {
   store_ints(to, words);
 }
 
-// Denormal numbers are not flushed, whatever torch.set_flush_denormal says.
-struct PackMode {
-  static constexpr uint32_t kFlags = 0x8040;
-  const uint32_t before = _mm_getcsr();
-
-  PackMode() {
-    _mm_setcsr(before & ~kFlags);
-  }
-  C10_DISABLE_COPY_AND_ASSIGN(PackMode);
-  ~PackMode() {
-    _mm_setcsr(before);
-  }
-};
-
 // Few rows of e4m3 are multiplied only if denormals are not flushed.
-inline bool may_multiply(LowBitCodes codes) {
-  return codes != LowBitCodes::E4M3 || (_mm_getcsr() & PackMode::kFlags) == 0;
+template <typename>
+bool may_multiply(const LowBitView& w) {
+  return w.codes != LowBitCodes::E4M3 || !KeptDenormals::are_flushed();
 }
 
 struct Traits {

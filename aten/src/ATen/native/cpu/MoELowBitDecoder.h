@@ -15,7 +15,7 @@
 //   ShiftedE2M1, ShiftedInt4, ShiftedInt8    the same as bytes: a number is kUnit times the byte
 //                         minus kShift
 //   add_pair(), add_int8(), store_pair()    multiply and store them
-//   Traits, may_multiply(), underflows(), PackMode    cases left to the caller
+//   Traits, may_multiply<Row>(), underflows()    cases left to the caller
 //
 // MoELowBitInt8.h has the products of rows rounded to int8.
 
@@ -483,10 +483,11 @@ struct Decoder : Traits {
   static bool multiply(
       const std::vector<LineGroup>& groups, int64_t expert, int64_t rows,
       const typename Micro::operand_t* const* lines) {
+    using Row = typename Micro::operand_t;
     const LowBitView& w = *groups[0].w;
-    return may_multiply(w.codes) &&
+    return may_multiply<Row>(w) &&
         multiply_groups<kMaxRows>(groups, expert, rows, lines, [&](int64_t m) {
-             return find_multiply<typename Micro::operand_t>(w, m);
+             return find_multiply<Row>(w, m);
            });
   }
 
@@ -521,7 +522,6 @@ struct Decoder : Traits {
         (w.scaling == Scaling::Folded && w.scale.block_cols != kBlock)) {
       return false;
     }
-    [[maybe_unused]] const PackMode mode;
     const auto fn = find_pack<operand_t>(w);
     for (int64_t n = 0; n < count; n += kLines) {
       const int64_t in_tile = (at + n) % tile_cols;
