@@ -2,8 +2,10 @@
 """Router losses and the loss-free bias: values by loops, gradients, edge cases."""
 
 import math
+import unittest
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.utils.moe import (
     balance_counts,
@@ -344,6 +346,29 @@ class TestMoeLosses(TestCase):
         ):
             self.assertEqual(actual.dtype, torch.float32)
             self.assertEqual(actual, expected, atol=0, rtol=0)
+
+    @unittest.skipIf(not dist.is_available(), "needs torch.distributed")
+    @parametrize("dim", [None, 0, 1])
+    def test_distributed_tensors(self, dim):
+        from torch.distributed.tensor import distribute_tensor, Replicate, Shard
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+        self.addCleanup(dist.destroy_process_group)
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        placement = Replicate() if dim is None else Shard(dim)
+        logits = torch.randn(6, 5, requires_grad=True)
+        ids = torch.tensor([[0, 1], [4, -1], [2, 3], [5, 0], [1, 2], [-1, -1]])
+        leaf, chosen = (
+            distribute_tensor(t.detach(), mesh, [placement]) for t in (logits, ids)
+        )
+        leaf.requires_grad_()
+        want = load_balancing_loss(logits.softmax(-1), ids) + router_z_loss(logits)
+        loss = load_balancing_loss(leaf.softmax(-1), chosen) + router_z_loss(leaf)
+        self.assertEqual(loss.full_tensor(), want)
+        loss.backward()
+        self.assertEqual(leaf.grad.full_tensor(), torch.autograd.grad(want, logits)[0])
+        self.assertEqual(expert_counts(chosen, 5).full_tensor(), expert_counts(ids, 5))
 
     def test_bias_update(self):
         bias = torch.tensor([0.5, 0.0, -0.5, 0.25])

@@ -7,10 +7,12 @@ import inspect
 import io
 import pickle
 import types
+import unittest
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -94,6 +96,22 @@ class TestMoeTopkIndices(TestCase):
             torch.autograd.grad(found, logits, grad),
             torch.autograd.grad(weights, logits, grad),
         )
+
+    @unittest.skipIf(not dist.is_available(), "needs torch.distributed")
+    @parametrize("score", ("softmax", "sigmoid"))
+    def test_distributed_tensors(self, score):
+        from torch.distributed.tensor import distribute_tensor, Shard
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+        self.addCleanup(dist.destroy_process_group)
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        logits, ids = torch.randn(4, 5), torch.tensor([[0, 1], [4, -1], [2, 3], [5, 0]])
+        _, want = F.moe_topk(logits, 2, topk_indices=ids, score=score)
+        logits, ids = (distribute_tensor(t, mesh, [Shard(0)]) for t in (logits, ids))
+        _, weights = F.moe_topk(logits, 2, topk_indices=ids, score=score)
+        self.assertEqual(weights.placements, (Shard(0),))
+        self.assertEqual(weights.full_tensor(), want)
 
     @parametrize("score", ("softmax", "sigmoid"))
     @parametrize("normalize", (False, True))

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 __all__ = [
@@ -52,12 +53,19 @@ def _below_functorch(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _assert_in_range(name: str, ids: Tensor, num_experts: int) -> None:
-    """Asserts, without a synchronisation, that ids are in [-1, E]."""
+def _assert_all(condition: Tensor, message: str) -> None:
+    """Asserts without a synchronisation; of a DTensor, this rank's part."""
     # vmap has no rule for the assertion, so it checks the whole batch at once.
-    in_range = _below_functorch((ids >= -1) & (ids <= num_experts))
-    torch._assert_async(
-        in_range.all(),
+    condition = _below_functorch(condition)
+    if is_traceable_wrapper_subclass(condition) and hasattr(condition, "to_local"):
+        condition = condition.to_local()
+    torch._assert_async(condition.all(), message)
+
+
+def _assert_in_range(name: str, ids: Tensor, num_experts: int) -> None:
+    """Asserts that ids are in [-1, E]."""
+    _assert_all(
+        (ids >= -1) & (ids <= num_experts),
         f"{name}: topk_indices must be in [-1, E] = [-1, {num_experts}]",
     )
 
@@ -260,9 +268,8 @@ def load_balancing_loss(
         counted = counted & mask
     # Padding may hold anything, NaN too, and gets no gradient.
     scores = torch.where(counted.unsqueeze(-1), scores, 0.0)
-    torch._assert_async(
-        ~_below_functorch(scores < 0).any(),
-        "load_balancing_loss: scores must not be negative, as logits are",
+    _assert_all(
+        ~(scores < 0), "load_balancing_loss: scores must not be negative, as logits are"
     )
     ids = torch.where(counted.unsqueeze(-1), ids, num_experts)
     if not per_sequence:
@@ -310,7 +317,7 @@ def router_z_loss(logits: Tensor, *, mask: Tensor | None = None) -> Tensor:
     if logits.dtype != torch.float64:
         logits = logits.float()
     if mask is None:
-        mask = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
+        mask = logits.new_ones(logits.shape[:-1], dtype=torch.bool)
     logits = torch.where(mask.unsqueeze(-1), logits, 0.0)
     squares = torch.where(mask, logits.logsumexp(-1).square(), 0.0)
     return _mean(squares.flatten(), mask.flatten())
