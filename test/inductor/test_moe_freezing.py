@@ -369,6 +369,21 @@ class TestMoeFreezing(TestCase):
         self.assertEqual(relaid(), 2)
         self.assertTrue(layer.gate_up.is_shared())
 
+    def test_parameters_that_are_constants_themselves(self):
+        class Transposed(Experts):
+            """No view in the graph: the parameters lie along N."""
+
+            def __init__(self):
+                super().__init__()
+                for weight in self.parameters():
+                    weight.data = weight.data.mT
+
+            def forward(self, x, ids, weights):
+                return F.moe_mlp(x, ids, weights, self.gate_up, self.down)
+
+        layer, args = Transposed(), inputs()
+        self.assert_relaid(layer, args)
+
     def test_float16_is_read_as_fast(self):
         layer, args = Experts(dtype=torch.float16), inputs(dtype=torch.float16)
         self.assert_stays(layer, args, "torch.float16 on cpu is read as fast")

@@ -83,7 +83,9 @@ def _along_k(value: Tensor) -> Tensor:
 
 
 def _set_constant(gm: GraphModule, node: Node, value: Tensor) -> None:
-    setattr(gm, str(node.target), value)
+    # A parameter that is its own constant is registered as one, and its place takes no other tensor.
+    delattr(gm, str(node.target))
+    gm.register_buffer(str(node.target), value)
     maybe_set_is_frozen_param(value)
     if "val" in node.meta:
         node.meta["val"] = node.meta["val"].new_empty_strided(
