@@ -333,6 +333,10 @@ class TestMoeTopk(TestCase):
             ),
             subtest(({"bias": torch.zeros(3)}, "bias must be a real"), name="bias"),
             subtest(
+                ({"bias": torch.zeros(E).to_sparse()}, "bias must be a strided"),
+                name="bias_layout",
+            ),
+            subtest(
                 ({"bias": torch.zeros(E, dtype=torch.complex64)}, "got complex64"),
                 name="complex_bias",
             ),

@@ -70,13 +70,7 @@ void check_moe_topk(
         moe::dtype_name(bias->scalar_type()),
         " of shape ",
         moe::shape_string(bias->sym_sizes()));
-    TORCH_CHECK(
-        bias->device() == logits.device(),
-        op,
-        ": bias must be on the device of logits, ",
-        logits.device(),
-        ", got ",
-        bias->device());
+    moe::check_placement(op, "bias", *bias, "logits", logits);
   }
   TORCH_CHECK_VALUE(
       num_groups.has_value() == top_groups.has_value(),
