@@ -14,6 +14,7 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parametrize
 from torch.nn.utils.moe_lora import add_lora
+from torch.nn.utils.parametrizations import weight_norm
 from torch.testing._internal.common_moe import (
     nbytes,
     read_page,
@@ -361,6 +362,20 @@ class TestMoeLora(TestCase):
             for p in (parts.original, parts[0].a):
                 self.assertTrue(0.8 * bound < p.abs().max() < bound)
             self.assertFalse(parts[0].b.any())
+
+    def test_other_parametrizations(self):
+        layer = weight_norm(make(), "w_in")
+        parts = layer.parametrizations["w_in"]
+        old = parts.original0.clone(), parts.original1.clone()
+        layer.reset_parameters()
+        self.assertTrue(0.8 * 8**-0.5 < layer.w_in.abs().max() < 8**-0.5)
+        for before, now in zip(old, (parts.original0, parts.original1)):
+            self.assertFalse((before == now).any())
+        with self.assertRaisesRegex(
+            ValueError, "'w_in' has a parametrization, _Weight"
+        ):
+            add_lora(layer, 2)
+        self.assertEqual(len(add_lora(layer, 2, names=["w_out"])), 2)
 
     def test_export(self):
         layer, x = make(), torch.randn(5, 8, dtype=torch.float64)

@@ -145,6 +145,25 @@ class TestFindNonfinite(TestCase):
             (model(torch.tensor([1, 1, 2])) * math.inf).sum().backward()
         self.assertEqual(found, [("gradient", "weight", 8, None, None)])
 
+    def test_tensors_that_cannot_be_read(self):
+        class Codes(torch.Tensor):
+            @staticmethod
+            def __new__(cls):
+                return torch.Tensor._make_wrapper_subclass(cls, (2, 3))
+
+            @classmethod
+            def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+                if func is torch.ops.aten.detach.default:
+                    return cls()
+                raise NotImplementedError(str(func))
+
+        model, x = self._model(), torch.full((5, 8), math.nan)
+        model.register_buffer("codes", Codes())
+        model.register_buffer("offloaded", torch.empty(3, device="meta"))
+        with find_nonfinite(model) as found:
+            model(x)
+        self.assertEqual({f.kind for f in found}, {"output"})
+
     def test_tokens(self):
         model, x = self._model(), torch.randn(3, 20, 8)
         x[1, 4] = x[2, 5:] = math.nan

@@ -233,6 +233,10 @@ class MoE(Module):
             if weight is not None:
                 bound = 1 / math.sqrt(weight.shape[-1])
                 init.uniform_(weight, -bound, bound)
+                if name in adapted and not hasattr(adapted[name], "original"):
+                    setattr(
+                        self, name, weight
+                    )  # for right_inverse(), as of weight_norm
                 if bias is not None:
                     init.uniform_(bias, -bound, bound)
         for part in (part for parts in adapted.values() for part in parts):

@@ -205,7 +205,8 @@ def add_lora(
 
     Raises:
         ValueError: a rank below 1, a name that is no 3-d parameter of the module, is adapted already or
-            is given twice, no such parameter, or a distributed parameter.
+            is given twice, no such parameter, a distributed parameter, or, without ``names``, a 3-d
+            weight that has another parametrization.
 
     .. note::
         This describes eager mode: ``torch.compile`` itself decides what to save. Merged weights are saved
@@ -225,6 +226,12 @@ def add_lora(
     """
     own = dict(module.named_parameters(recurse=False))
     if names is None:
+        for name, parts in getattr(module, "parametrizations", {}).items():
+            if not isinstance(parts[0], _LowRank) and getattr(module, name).dim() == 3:
+                raise ValueError(
+                    f"add_lora: {name!r} has a parametrization, {type(parts[0]).__name__}; remove it with "
+                    f"torch.nn.utils.parametrize.remove_parametrizations, or give the names of other weights"
+                )
         names = [name for name, p in own.items() if p.dim() == 3]
     names = names if isinstance(names, str) else list(names)
     wrong = isinstance(names, str) or len({*names}) < len(names) or not names

@@ -181,8 +181,13 @@ def _inspect(kind: str, name: str, tensor: Tensor) -> NonFinite | None:
         return None
     if tensor.dtype == torch.float4_e2m1fn_x2:
         return None  # has neither NaN nor infinities
+    if tensor.is_meta:
+        return None  # has no numbers, as a parameter that accelerate offloads
     tensor, first = _own_part(tensor.detach())
-    bad = ~tensor.isfinite()
+    try:
+        bad = ~tensor.isfinite()
+    except NotImplementedError:  # of torchao's quantised tensors, for example
+        return None
     count = int(bad.sum())
     if not count:
         return None
@@ -221,7 +226,8 @@ def find_nonfinite(model: Module) -> Iterator[list[NonFinite]]:
     It checks outputs of modules inside the context. The first entry is the origin: the innermost
     module whose output is not finite. It checks parameters, buffers and gradients when the
     context ends, and names the experts of stacked expert weights. For distributed tensors each rank checks
-    its own part, with global expert ids. Every check waits for the device: use it to run a
+    its own part, with global expert ids. Tensors on the meta device, and those of classes without
+    ``isfinite``, are left out. Every check waits for the device: use it to run a
     failed step again. Functions of :func:`torch.compile` run eagerly inside the context, in all
     threads, so that each module is seen.
 
