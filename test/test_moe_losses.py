@@ -350,25 +350,33 @@ class TestMoeLosses(TestCase):
     @unittest.skipIf(not dist.is_available(), "needs torch.distributed")
     @parametrize("dim", [None, 0, 1])
     def test_distributed_tensors(self, dim):
+        from torch.distributed._local_tensor import LocalTensorMode
         from torch.distributed.tensor import distribute_tensor, Replicate, Shard
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+        def losses(scores, logits, ids, mask):
+            return load_balancing_loss(scores, ids, mask=mask) + router_z_loss(logits)
+
+        logits, scores, ids = (t[0] for t in router())
+        ids[3] = -1
+        mask = torch.arange(S) != 5
+        leaf = logits.clone().requires_grad_()
+        want = losses(leaf.softmax(-1), leaf, ids, mask)
+        want.backward()
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
         self.addCleanup(dist.destroy_process_group)
-        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-        placement = Replicate() if dim is None else Shard(dim)
-        logits = torch.randn(6, 5, requires_grad=True)
-        ids = torch.tensor([[0, 1], [4, -1], [2, 3], [5, 0], [1, 2], [-1, -1]])
-        leaf, chosen = (
-            distribute_tensor(t.detach(), mesh, [placement]) for t in (logits, ids)
-        )
-        leaf.requires_grad_()
-        want = load_balancing_loss(logits.softmax(-1), ids) + router_z_loss(logits)
-        loss = load_balancing_loss(leaf.softmax(-1), chosen) + router_z_loss(leaf)
-        self.assertEqual(loss.full_tensor(), want)
-        loss.backward()
-        self.assertEqual(leaf.grad.full_tensor(), torch.autograd.grad(want, logits)[0])
-        self.assertEqual(expert_counts(chosen, 5).full_tensor(), expert_counts(ids, 5))
+        with LocalTensorMode(2):
+            mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+            placement = Replicate() if dim is None else Shard(dim)
+            x, chosen = (distribute_tensor(t, mesh, [placement]) for t in (logits, ids))
+            kept = distribute_tensor(mask, mesh, [Replicate()])
+            x.requires_grad_()
+            loss = losses(x.softmax(-1), x, chosen, kept)
+            self.assertEqual(loss.full_tensor().reconcile(), want)
+            loss.backward()
+            self.assertEqual(x.grad.full_tensor().reconcile(), leaf.grad)
+            counts = expert_counts(chosen, E).full_tensor().reconcile()
+            self.assertEqual(counts, expert_counts(ids, E))
 
     def test_bias_update(self):
         bias = torch.tensor([0.5, 0.0, -0.5, 0.25])

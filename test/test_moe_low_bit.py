@@ -320,15 +320,16 @@ class TestMoeLowBit(TestCase):
             torch.set_flush_denormal(False)
         self.assertEqual(actual, want, rtol=0, atol=0)
 
+    @parametrize("name", ["mxfp8", "mxfp4"])
     @parametrize("dtype", [torch.float32, torch.bfloat16])
     @all_layouts
     @parametrize("tokens", [1, 30])
-    def test_flush_denormal_scales(self, dtype, panels, tokens):
+    def test_flush_denormal_scales(self, name, dtype, panels, tokens):
         """The scale 2^-127 is a denormal number, but its products with codes are not."""
-        fmt = low_bit_format("mxfp8")
+        fmt = low_bit_format(name)
         case = shape_of(fmt, 128, 64, num_tokens=tokens)
         layer = Layer(case, fmt, dtype, activation="relu")
-        layer.w_in.data.fill_(448)
+        layer.w_in.data.view(torch.uint8).fill_(0x77)  # 240 in mxfp8, 6 in mxfp4
         layer.w_in.scale.view(torch.uint8).zero_()
         layer.input = torch.full_like(layer.input, 2.0**100)
         want = layer.run(panels=panels)

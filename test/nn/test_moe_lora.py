@@ -363,18 +363,33 @@ class TestMoeLora(TestCase):
                 self.assertTrue(0.8 * bound < p.abs().max() < bound)
             self.assertFalse(parts[0].b.any())
 
-    def test_other_parametrizations(self):
-        layer = weight_norm(make(), "w_in")
-        parts = layer.parametrizations["w_in"]
-        old = parts.original0.clone(), parts.original1.clone()
-        layer.reset_parameters()
-        self.assertTrue(0.8 * 8**-0.5 < layer.w_in.abs().max() < 8**-0.5)
-        for before, now in zip(old, (parts.original0, parts.original1)):
+    @parametrize_test("kind", ("norm", "exponential"))
+    def test_other_parametrizations(self, kind):
+        class Exponential(nn.Module):
+            def forward(self, x):
+                return x.exp()
+
+            def right_inverse(self, x):
+                return x.log()
+
+        layer = make()
+        if kind == "norm":
+            weight_norm(layer, "w_in")
+        else:
+            layer.w_in.data.uniform_(1, 2)
+            parametrize.register_parametrization(layer, "w_in", Exponential())
+        parts = [*layer.parametrizations["w_in"].parameters(recurse=False)]
+        old = [p.clone() for p in parts]
+        with mock.patch.object(nn.init, "uniform_", lambda w, a, b: w.fill_(b)):
+            with torch.no_grad():
+                layer.reset_parameters()
+        self.assertEqual(layer.w_in, torch.full_like(layer.w_in, 8**-0.5))
+        for before, now in zip(old, parts):
             self.assertFalse((before == now).any())
-        with self.assertRaisesRegex(
-            ValueError, "'w_in' has a parametrization, _Weight"
-        ):
-            add_lora(layer, 2)
+        name = type(layer.parametrizations["w_in"][0]).__name__
+        for names in (None, ["w_in"]):
+            with self.assertRaisesRegex(ValueError, f"has a parametrization, {name}"):
+                add_lora(layer, 2, names=names)
         self.assertEqual(len(add_lora(layer, 2, names=["w_out"])), 2)
 
     def test_export(self):

@@ -100,18 +100,24 @@ class TestMoeTopkIndices(TestCase):
     @unittest.skipIf(not dist.is_available(), "needs torch.distributed")
     @parametrize("score", ("softmax", "sigmoid"))
     def test_distributed_tensors(self, score):
+        from torch.distributed._local_tensor import LocalTensorMode
         from torch.distributed.tensor import distribute_tensor, Shard
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-        self.addCleanup(dist.destroy_process_group)
-        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
         logits, ids = torch.randn(4, 5), torch.tensor([[0, 1], [4, -1], [2, 3], [5, 0]])
         _, want = F.moe_topk(logits, 2, topk_indices=ids, score=score)
-        logits, ids = (distribute_tensor(t, mesh, [Shard(0)]) for t in (logits, ids))
-        _, weights = F.moe_topk(logits, 2, topk_indices=ids, score=score)
-        self.assertEqual(weights.placements, (Shard(0),))
-        self.assertEqual(weights.full_tensor(), want)
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        self.addCleanup(dist.destroy_process_group)
+        with LocalTensorMode(2):
+            mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+            logits, ids = (
+                distribute_tensor(t, mesh, [Shard(0)]) for t in (logits, ids)
+            )
+            _, weights = F.moe_topk(logits, 2, topk_indices=ids, score=score)
+            self.assertEqual(weights.placements, (Shard(0),))
+            self.assertEqual(weights.full_tensor().reconcile(), want)
+            with self.assertRaisesRegex(RuntimeError, "moe_topk: topk_indices must be"):
+                F.moe_topk(logits, 2, topk_indices=ids + 2, score=score)
 
     @parametrize("score", ("softmax", "sigmoid"))
     @parametrize("normalize", (False, True))

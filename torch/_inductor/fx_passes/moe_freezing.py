@@ -132,6 +132,8 @@ def relayout_expert_weights(gm: GraphModule) -> None:
         for w in _weights_of(node).values()
         if w in constants and constants[w].layout is torch.strided
     }
+    # Another node of the same constant would keep the old strides.
+    elsewhere = {node.target for node in nodes if node not in weights}
     with torch.utils._python_dispatch._disable_current_modes():
         for node in weights:
             value = constants[node]
@@ -139,8 +141,13 @@ def relayout_expert_weights(gm: GraphModule) -> None:
             shared = storages.count(value.untyped_storage()._cdata) > 1
             if value.stride(-1) == 1 and not (V.aot_compilation and shared):
                 continue
-            if why := _why_not(node, value):
-                log.info("expert weight %s stays as it is stored: %s", node, why)
+            why = _why_not(node, value)
+            if why or node.target in elsewhere:
+                log.info(
+                    "expert weight %s stays as it is stored: %s",
+                    node,
+                    why or "it is used elsewhere",
+                )
                 continue
             _set_constant(gm, node, _along_k(value))
             log.info("expert weight %s is stored along K", node)

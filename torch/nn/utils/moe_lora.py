@@ -205,8 +205,8 @@ def add_lora(
 
     Raises:
         ValueError: a rank below 1, a name that is no 3-d parameter of the module, is adapted already or
-            is given twice, no such parameter, a distributed parameter, or, without ``names``, a 3-d
-            weight that has another parametrization.
+            is given twice, no such parameter, a distributed parameter, or a weight that has another
+            parametrization.
 
     .. note::
         This describes eager mode: ``torch.compile`` itself decides what to save. Merged weights are saved
@@ -225,15 +225,17 @@ def add_lora(
         [(8, 4, 16), (8, 64, 4), (8, 4, 32), (8, 16, 4)]
     """
     own = dict(module.named_parameters(recurse=False))
+    names = names if names is None or isinstance(names, str) else list(names)
+    for name, parts in getattr(module, "parametrizations", {}).items():
+        is_3d = any(p.dim() == 3 for p in parts.parameters(recurse=False))
+        wanted = is_3d if names is None else name in names
+        if wanted and not isinstance(parts[0], _LowRank):
+            raise ValueError(
+                f"add_lora: {name!r} has a parametrization, {type(parts[0]).__name__}; remove it with "
+                "torch.nn.utils.parametrize.remove_parametrizations, or give the names of other weights"
+            )
     if names is None:
-        for name, parts in getattr(module, "parametrizations", {}).items():
-            if not isinstance(parts[0], _LowRank) and getattr(module, name).dim() == 3:
-                raise ValueError(
-                    f"add_lora: {name!r} has a parametrization, {type(parts[0]).__name__}; remove it with "
-                    f"torch.nn.utils.parametrize.remove_parametrizations, or give the names of other weights"
-                )
         names = [name for name, p in own.items() if p.dim() == 3]
-    names = names if isinstance(names, str) else list(names)
     wrong = isinstance(names, str) or len({*names}) < len(names) or not names
     if rank < 1 or wrong or any(n not in own or own[n].dim() != 3 for n in names):
         raise ValueError(

@@ -186,8 +186,10 @@ def _inspect(kind: str, name: str, tensor: Tensor) -> NonFinite | None:
     tensor, first = _own_part(tensor.detach())
     try:
         bad = ~tensor.isfinite()
-    except NotImplementedError:  # of torchao's quantised tensors, for example
-        return None
+    except NotImplementedError:
+        if type(tensor) is Tensor:
+            raise
+        return None  # such as a quantised weight of torchao
     count = int(bad.sum())
     if not count:
         return None

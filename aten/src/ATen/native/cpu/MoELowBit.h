@@ -59,20 +59,27 @@ inline const std::array<float, 256>& values_of(LowBitCodes codes) {
 // A scale of E8M0 may be one where its product with a code is not.
 class KeptDenormals {
  public:
-#if defined(__SSE2__)
-  KeptDenormals() {
-    _mm_setcsr(before_ & ~kFlags);
+#if defined(__SSE2__) || defined(_M_X64)
+  KeptDenormals() : before_(_mm_getcsr()) {
+    _mm_setcsr(before_ & ~0x8040u);  // DAZ and FTZ
   }
   ~KeptDenormals() {
     _mm_setcsr(before_);
   }
-  static bool are_flushed() {
-    return (_mm_getcsr() & kFlags) != 0;
+
+ private:
+  const uint32_t before_;
+#elif defined(__aarch64__) && defined(__GNUC__)
+  KeptDenormals() {
+    asm volatile("mrs %0, fpcr" : "=r"(before_));
+    asm volatile("msr fpcr, %0" : : "r"(before_ & ~(uint64_t{1} << 24)));  // FZ
+  }
+  ~KeptDenormals() {
+    asm volatile("msr fpcr, %0" : : "r"(before_));
   }
 
  private:
-  static constexpr uint32_t kFlags = 0x8040;  // DAZ and FTZ
-  const uint32_t before_ = _mm_getcsr();
+  uint64_t before_;
 #else
   KeptDenormals() {}
 #endif
@@ -352,6 +359,7 @@ class LowBitSource {
       int64_t expert, const PanelColumns& columns, int64_t rows,
       const RowLines<typename Micro::operand_t>& a, typename Micro::operand_t* packed,
       acc_type<typename Micro::operand_t>* c) const {
+    const KeptDenormals mode;
     using operand_t = typename Micro::operand_t;
     using acc_t = acc_type<operand_t>;
     if (part_depth == 0) {
@@ -523,7 +531,6 @@ class LowBitSource {
   void pack(
       int64_t expert, const PanelSpan& span, int64_t k0, int64_t depth,
       typename Micro::operand_t* panel) const {
-    const KeptDenormals mode;
     using operand_t = typename Micro::operand_t;
     constexpr bool is_one_tile = Micro::kTileCols == kPanelCols;
     const LowBitView& w = part(span);
@@ -601,6 +608,7 @@ class Int8LowBitSource : public LowBitSource {
       int64_t expert, const PanelColumns& columns, int64_t rows,
       const RowLines<typename Micro::operand_t>& a, typename Micro::operand_t* packed,
       acc_type<typename Micro::operand_t>* c) const {
+    const KeptDenormals mode;
     if (part_depth == 0) {
       std::fill_n(c, rows * kPanelCols, 0);
       return;

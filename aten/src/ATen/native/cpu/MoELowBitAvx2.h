@@ -1,7 +1,7 @@
 #pragma once
 
 // The instructions of MoELowBitDecoder.h in AVX2: 8 lines of low-bit weights side by side in a
-// register. For CPUs without the instructions of MoELowBitAvx512.h, and for float rows. The order
+// register. For CPUs without the instructions of MoELowBitAvx512.h. The order
 // of addition is that of VecGemm with FusedMultiplyAdd on packed panels.
 //
 //   int4, int8   a mask makes a code the mantissa of a float whose exponent gives its last bit
@@ -396,12 +396,6 @@ C10_ALWAYS_INLINE void store_pair(const FloatPair& two, BFloat16* to, int64_t) {
       _mm256_srli_epi32(_mm256_castps_si256(two.first), 16), _mm256_castps_si256(two.second),
       0xaa);
   store_ints(to, words);
-}
-
-// Few rows of e4m3 are multiplied only if denormals are not flushed.
-template <typename>
-bool may_multiply(const LowBitView& w) {
-  return w.codes != LowBitCodes::E4M3 || !KeptDenormals::are_flushed();
 }
 
 struct Traits {

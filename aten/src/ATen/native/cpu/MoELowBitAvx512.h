@@ -477,13 +477,6 @@ C10_ALWAYS_INLINE void store_pair(Ints words, float* to, int64_t ld) {
   store_pair(floats_of(words), to, ld);
 }
 
-// Tables decode denormals like other numbers, but floats are multiplied by a scale.
-template <typename Row>
-bool may_multiply(const LowBitView& w) {
-  return std::is_same_v<Row, BFloat16> || w.scaling != Scaling::Folded ||
-      !KeptDenormals::are_flushed();
-}
-
 struct Traits {
   static constexpr int64_t kRows = kMaxRows, kLines = low_bit_avx512::kLines;
 

@@ -164,7 +164,7 @@ class Int8Slices {
         for (const auto i : c10::irange(at + turn * share, at + (turn + 1) * share)) {
           MOE_UNROLL
           for (int q = 0; q < Q; ++q) {
-            fetch<1>(next_[q] + i * 64 / kBytes * pitch + i * 64 % kBytes, is_l1_large_);
+            fetch<1>(next_[q] + i * 64 / kBytes * pitch + i * 64 % kBytes, into_l1_);
           }
         }
         const Ints* from[Q];
@@ -209,7 +209,7 @@ class Int8Slices {
   const int64_t expert_;
   const Int8Row layout_;
   Ints* const scratch_;
-  const bool is_l1_large_ = has_large_l1();
+  const bool into_l1_ = fetches_into_l1();
   LineScales scales_[Q];
   int64_t k0_ = 0, depth_ = 0;
   const Ints* codes_[Q];
