@@ -300,6 +300,17 @@ class TestMoeLowBit(TestCase):
             layer.input = x
             layer.check(actual, f"byte {byte}")
 
+    def check_flushed(self, layer, panels):
+        want = layer.run(panels=panels)
+        self.assertGreater(want.abs().max().item(), 0)
+        if not torch.set_flush_denormal(True):
+            self.skipTest("this CPU cannot flush denormal numbers")
+        try:
+            actual = layer.run(panels=panels)
+        finally:
+            torch.set_flush_denormal(False)
+        self.assertEqual(actual, want, rtol=0, atol=0)
+
     @parametrize("name", ["fp8_rowwise", "fp8_128x128", "mxfp8"])
     @all_layouts
     @parametrize("tokens", [1, 30])
@@ -310,15 +321,7 @@ class TestMoeLowBit(TestCase):
         layer = Layer(case, fmt, torch.bfloat16)
         data = torch.randint(1, 8, layer.w_in.data.shape, dtype=torch.uint8)
         layer.w_in = dataclasses.replace(layer.w_in, data=data.view(fmt.data))
-        want = layer.run(panels=panels)
-        self.assertGreater(want.abs().max().item(), 0)
-        if not torch.set_flush_denormal(True):
-            self.skipTest("this CPU cannot flush denormal numbers")
-        try:
-            actual = layer.run(panels=panels)
-        finally:
-            torch.set_flush_denormal(False)
-        self.assertEqual(actual, want, rtol=0, atol=0)
+        self.check_flushed(layer, panels)
 
     @parametrize("name", ["mxfp8", "mxfp4"])
     @parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -332,15 +335,7 @@ class TestMoeLowBit(TestCase):
         layer.w_in.data.view(torch.uint8).fill_(0x77)  # 240 in mxfp8, 6 in mxfp4
         layer.w_in.scale.view(torch.uint8).zero_()
         layer.input = torch.full_like(layer.input, 2.0**100)
-        want = layer.run(panels=panels)
-        self.assertGreater(want.abs().max().item(), 0)
-        if not torch.set_flush_denormal(True):
-            self.skipTest("this CPU cannot flush denormal numbers")
-        try:
-            actual = layer.run(panels=panels)
-        finally:
-            torch.set_flush_denormal(False)
-        self.assertEqual(actual, want, rtol=0, atol=0)
+        self.check_flushed(layer, panels)
 
     @parametrize_named(
         "fmt",

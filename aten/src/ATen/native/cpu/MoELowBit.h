@@ -72,10 +72,10 @@ class KeptDenormals {
 #elif defined(__aarch64__) && defined(__GNUC__)
   KeptDenormals() {
     asm volatile("mrs %0, fpcr" : "=r"(before_));
-    asm volatile("msr fpcr, %0" : : "r"(before_ & ~(uint64_t{1} << 24)));  // FZ
+    asm volatile("msr fpcr, %0" : : "r"(before_ & ~(uint64_t{1} << 24)) : "memory");  // FZ
   }
   ~KeptDenormals() {
-    asm volatile("msr fpcr, %0" : : "r"(before_));
+    asm volatile("msr fpcr, %0" : : "r"(before_) : "memory");
   }
 
  private:
