@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config
+from torch._inductor.fx_passes.moe_freezing import relayout_expert_weights
 from torch._inductor.test_case import run_tests, TestCase
 from torch._inductor.utils import run_and_get_code
+from torch.fx import Graph, GraphModule
 from torch.profiler import profile, ProfilerActivity
 from torch.testing._internal.common_moe import slow_subtest
 from torch.testing._internal.common_utils import (
@@ -270,6 +272,26 @@ class TestMoeFreezing(TestCase):
 
     def test_used_elsewhere(self):
         self.assert_stays(UsedElsewhere(), inputs(), "used by more than the experts")
+
+    @parametrize("reader", [torch.ops.aten.sum.default, None])
+    def test_two_nodes_of_one_constant(self, reader):
+        layer, graph = Experts(), Graph()
+        for weight in layer.parameters():
+            weight.data = weight.data.mT
+        x, offs = (graph.placeholder(name) for name in ("x", "offs"))
+        names = ("gate_up", "gate_up", "down")
+        first, second, down = (graph.create_node("get_attr", name) for name in names)
+        calls = [
+            graph.call_function(torch.ops.aten._moe_mlp.default, (x, w, down, offs))
+            for w in ([first] if reader else [first, second])
+        ]
+        if reader:
+            calls.append(graph.call_function(reader, (second,)))
+        graph.output(calls)
+        gm = GraphModule(layer, graph)
+        relayout_expert_weights(gm)
+        self.assertEqual(gm.gate_up.stride(-1), 2 * HIDDEN if reader else 1)
+        self.assertEqual(gm.down.stride(-1), 1)
 
     @parametrize("lend", [lambda p: p.numpy(), torch.from_dlpack])
     def test_memory_is_lent(self, lend):

@@ -43,11 +43,15 @@ def _weights_of(node: Node) -> dict[str, Any]:
 
 
 def _is_weight_only(node: Node) -> bool:
+    """Whether the experts alone read the constant, through this node or another one of its name."""
+    same = node.graph.find_nodes(op="get_attr")
     return all(
         user.target is _OP
-        and user.all_input_nodes.count(node) == 1
-        and any(w is node for w in _weights_of(user).values())
-        for user in node.users
+        and user.all_input_nodes.count(constant) == 1
+        and any(w is constant for w in _weights_of(user).values())
+        for constant in same
+        if constant.target == node.target
+        for user in constant.users
     )
 
 
@@ -83,7 +87,7 @@ def _along_k(value: Tensor) -> Tensor:
 
 
 def _set_constant(gm: GraphModule, node: Node, value: Tensor) -> None:
-    # A parameter that is its own constant is registered as one, and its place takes no other tensor.
+    # The constant may be a parameter of the module, and setattr() puts no other tensor in its place.
     delattr(gm, str(node.target))
     gm.register_buffer(str(node.target), value)
     maybe_set_is_frozen_param(value)
@@ -132,8 +136,6 @@ def relayout_expert_weights(gm: GraphModule) -> None:
         for w in _weights_of(node).values()
         if w in constants and constants[w].layout is torch.strided
     }
-    # Another node of the same constant would keep the old strides.
-    elsewhere = {node.target for node in nodes if node not in weights}
     with torch.utils._python_dispatch._disable_current_modes():
         for node in weights:
             value = constants[node]
@@ -141,13 +143,8 @@ def relayout_expert_weights(gm: GraphModule) -> None:
             shared = storages.count(value.untyped_storage()._cdata) > 1
             if value.stride(-1) == 1 and not (V.aot_compilation and shared):
                 continue
-            why = _why_not(node, value)
-            if why or node.target in elsewhere:
-                log.info(
-                    "expert weight %s stays as it is stored: %s",
-                    node,
-                    why or "it is used elsewhere",
-                )
+            if why := _why_not(node, value):
+                log.info("expert weight %s stays as it is stored: %s", node, why)
                 continue
             _set_constant(gm, node, _along_k(value))
             log.info("expert weight %s is stored along K", node)

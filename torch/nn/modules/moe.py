@@ -218,7 +218,7 @@ class MoE(Module):
         self._reset_experts()
 
     def _reset_experts(self) -> None:
-        adapted: Any = self._modules.get("parametrizations", {})
+        parametrizations: Any = self._modules.get("parametrizations", {})
         for name, bias in (
             ("w_in", self.b_in),
             ("w_up", None),
@@ -228,21 +228,18 @@ class MoE(Module):
             ("shared_w_out", None),
         ):
             weight = getattr(self, name)
-            # Of parametrizations without right_inverse(), as those of add_lora, draw the original.
-            parts = adapted[name] if name in adapted else None
-            is_set = parts is not None and all(
-                hasattr(part, "right_inverse") for part in parts
-            )
-            if parts is not None and not is_set:
+            parts = parametrizations[name] if name in parametrizations else ()
+            can_be_set = parts and all(hasattr(part, "right_inverse") for part in parts)
+            if not can_be_set:  # the attribute is only a merged value, as with add_lora
                 weight = getattr(parts, "original", weight)
             if weight is not None:
                 bound = 1 / math.sqrt(weight.shape[-1])
                 init.uniform_(weight, -bound, bound)
-                if is_set:
+                if can_be_set:
                     setattr(self, name, weight)
                 if bias is not None:
                     init.uniform_(bias, -bound, bound)
-        for part in (part for parts in adapted.values() for part in parts):
+        for part in (part for parts in parametrizations.values() for part in parts):
             if hasattr(part, "reset_parameters"):
                 part.reset_parameters()
         if self.balance_bias is not None:

@@ -300,8 +300,8 @@ inline MLPSizes check_mlp_inputs(
       check_shape(op, name, tensor, rule, expected);
     }
   };
-  // If the weights agree about D, the input is what differs. Sizes that are unknown are taken for equal
-  // here, and compared below.
+  // If the weights agree about D, the error is of the input. Unbacked sizes count as equal here;
+  // check_shape() compares them.
   const auto D_of_weights = in.w_in.sym_size(2);
   const auto is_equal = [](const c10::SymInt& a, const c10::SymInt& b) {
     return a.sym_eq(b).expect_true(__FILE__, __LINE__);

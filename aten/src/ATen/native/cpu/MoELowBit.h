@@ -56,7 +56,7 @@ inline const std::array<float, 256>& values_of(LowBitCodes codes) {
 }
 
 // While it exists, this thread computes with denormal numbers, whatever torch.set_flush_denormal says.
-// A scale of E8M0 may be one where its product with a code is not.
+// The E8M0 scale 2^-127 is a denormal number, but its product with a code need not be one.
 class KeptDenormals {
  public:
 #if defined(__SSE2__) || defined(_M_X64)

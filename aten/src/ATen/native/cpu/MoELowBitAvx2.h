@@ -1,8 +1,8 @@
 #pragma once
 
 // The instructions of MoELowBitDecoder.h in AVX2: 8 lines of low-bit weights side by side in a
-// register. For CPUs without the instructions of MoELowBitAvx512.h. The order
-// of addition is that of VecGemm with FusedMultiplyAdd on packed panels.
+// register. For CPUs without the instructions of MoELowBitAvx512.h. The order of addition is that of
+// VecGemm with FusedMultiplyAdd on packed panels.
 //
 //   int4, int8   a mask makes a code the mantissa of a float whose exponent gives its last bit
 //                the value 1; a subtraction leaves the number. e2m1 needs a look-up in 16 bytes

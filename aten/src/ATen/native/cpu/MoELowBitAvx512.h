@@ -485,7 +485,8 @@ struct Traits {
     return std::is_base_of_v<VecGemm<BFloat16, DotProducts>, Micro> ||
         std::is_base_of_v<VecGemm<float>, Micro>;
   }
-  // Rows are bfloat16 only where dispatch_fast_micro_gemm() found AVX512-BF16, so others need none.
+  // Only products of bfloat16 rows use AVX512-BF16, and dispatch_fast_micro_gemm() chooses them only on
+  // CPUs that have it.
   static bool is_available() {
     static const bool found = has_instructions("avx512_vbmi") && has_instructions("avx512_vnni");
     return found;
