@@ -403,7 +403,7 @@ class ExpertGemm {
         in_place_(
             std::is_same_v<scalar_t, operand_t> && !Micro::kDenseRows && !kConvertsRows &&
             padded_depth_ == weights.part_depth),
-        zeros_(row_size_) {
+        zeros_(in_place_ ? row_size_ : 0) {
     const int64_t panels = ceil_div(cols, width);
     int64_t threads =
         threads_for(routing.last_row * panels * kPanelCols * std::max<int64_t>(1, row_size_));
@@ -667,7 +667,7 @@ class ExpertGemm {
   const int64_t row_size_;      // elements of a row as an operand
   bool in_place_;               // rows in memory are operands
   bool packs_rows_ = false;     // with Micro::pack_rows()
-  const std::vector<operand_t> zeros_;  // the row of padding
+  const std::vector<operand_t> zeros_;  // the row of padding in place
   int64_t row_length_ = row_size_;      // elements of a row packed at a time, or between rows
   int64_t depth_ = Micro::kDepth;       // of a packed panel
   int64_t kept_ = 0;                    // elements of its buffer for Micro::kept_sums()

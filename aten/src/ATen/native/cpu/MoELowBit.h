@@ -9,6 +9,7 @@
 #include <ATen/native/MoEMLPScaledUtils.h>
 #include <ATen/native/cpu/MoEDriver.h>
 #include <c10/util/Float8_e4m3fn.h>
+#include <c10/util/SmallVector.h>
 #include <c10/util/bit_cast.h>
 
 #include <array>
@@ -230,6 +231,8 @@ struct LineGroup {
   float* c;
   const uint8_t* next = nullptr;
 };
+// Those of a panel.
+using LineGroups = c10::SmallVector<LineGroup, 8>;
 
 // ---- int8 rows ----------------------------------------------------------------------
 
@@ -442,8 +445,8 @@ class LowBitSource {
  protected:
   // The columns as groups of lines; none if that is not possible.
   template <typename Decoder>
-  std::vector<LineGroup> line_groups(const PanelColumns& columns, float* c) const {
-    std::vector<LineGroup> groups;
+  LineGroups line_groups(const PanelColumns& columns, float* c) const {
+    LineGroups groups;
     for (const auto& span : columns.spans) {
       const LowBitView& w = part(span);
       if (span.count > 0 && !Decoder::is_regular(w, first_row(span), span.count)) {

@@ -386,7 +386,7 @@ Kernel<Row> find_multiply(const LowBitView& w, int64_t rows) {
 // Group g + q of `count` that are multiplied at a time, with the one to be read after it, which may be
 // in the next panel. Repeats the last group rather than take fewer.
 inline LineGroup
-group_of(const std::vector<LineGroup>& groups, int64_t expert, size_t g, int q, int count) {
+group_of(std::span<const LineGroup> groups, int64_t expert, size_t g, int q, int count) {
   const auto last = groups.size() - 1, next = g + count + q;
   const LineGroup& after = groups[next > last ? std::min<size_t>(q, last) : next];
   LineGroup group = groups[std::min(g + q, last)];
@@ -397,7 +397,7 @@ group_of(const std::vector<LineGroup>& groups, int64_t expert, size_t g, int q, 
 // Runs find(rows), a Kernel, for all rows, a power of two at a time, and all groups.
 template <int64_t max_rows, typename Row, typename FindFn>
 bool multiply_groups(
-    const std::vector<LineGroup>& groups, int64_t expert, int64_t rows, const Row* const* lines,
+    std::span<const LineGroup> groups, int64_t expert, int64_t rows, const Row* const* lines,
     const FindFn& find) {
   for (int64_t r0 = 0; r0 < rows; r0 += max_rows) {
     const int64_t count = std::min(max_rows, rows - r0);
@@ -492,7 +492,7 @@ auto find_pack(const LowBitView& w) {
 struct Decoder : Traits {
   template <typename Micro>
   static bool multiply(
-      const std::vector<LineGroup>& groups, int64_t expert, int64_t rows,
+      std::span<const LineGroup> groups, int64_t expert, int64_t rows,
       const typename Micro::operand_t* const* lines) {
     using Row = typename Micro::operand_t;
     const LowBitView& w = *groups[0].w;
@@ -502,7 +502,7 @@ struct Decoder : Traits {
 
   template <typename Micro, typename operand_t>
   static bool multiply_int8(
-      const std::vector<LineGroup>& groups, int64_t expert, int64_t rows,
+      std::span<const LineGroup> groups, int64_t expert, int64_t rows,
       const operand_t* const* lines, operand_t* scratch) {
     const auto codes = groups[0].w->codes;
     if constexpr (kSlicesInt8 && requires { &Micro::multiply_bytes; }) {

@@ -219,7 +219,7 @@ class Int8Slices {
 
 template <typename Weights, bool whole>
 bool multiply_int8_slices(
-    const std::vector<LineGroup>& groups, int64_t expert, int64_t rows, const void* const* lines,
+    std::span<const LineGroup> groups, int64_t expert, int64_t rows, const void* const* lines,
     Ints* scratch) {
   using Slices = Int8Slices<Weights, whole>;
   constexpr int64_t kRows = 8, kMaxTurns = 4;
@@ -253,7 +253,7 @@ bool multiply_int8_slices(
 // of 32.
 template <typename Tiles, typename Weights>
 bool multiply_int8_tiles(
-    const std::vector<LineGroup>& groups, int64_t expert, int64_t rows, const void* const* lines,
+    std::span<const LineGroup> groups, int64_t expert, int64_t rows, const void* const* lines,
     uint8_t* scratch) {
   constexpr int Q = 2;
   constexpr int64_t kRows = 32;
@@ -316,7 +316,7 @@ bool multiply_int8_tiles(
 // `scratch` has kPanelCols bytes for each of the first 256 elements of K.
 template <typename Weights, bool whole>
 bool multiply_int8_groups(
-    const std::vector<LineGroup>& groups, int64_t expert, int64_t rows, const void* const* lines,
+    std::span<const LineGroup> groups, int64_t expert, int64_t rows, const void* const* lines,
     [[maybe_unused]] void* scratch) {
   if constexpr (kSlicesInt8) {
     if (rows > kMaxInt8Rows) {
