@@ -642,6 +642,16 @@ class TestMoEFusion(TestCase):
 
         self.check_untouched(fn, Offset())
 
+    @parametrize("training", [False, True])
+    @parametrize("one_for_all", [False, True])
+    def test_bias_of_grouped_mm(self, one_for_all, training):
+        class WithBias(Experts):
+            def linear(self, rows, weight, bias, experts):
+                bias = bias[0] if one_for_all else bias
+                return F.grouped_mm(rows, weight.mT, offs=experts[0], bias=bias)
+
+        self.check(WithBias(bias=True), True, training)
+
     def test_near_miss_bias_of_other_ids(self):
         class Other(Experts):
             def linear(self, rows, weight, bias, experts):

@@ -67,7 +67,7 @@ def op_name(node: Any) -> str:
         namespace, _, name = target._schema.name.partition("::")
         return name if namespace in ("aten", "prims") else ""
     name = getattr(target, "__name__", "")
-    known = (torch, F, operator, torch.ops.aten)
+    known = (torch, F, torch._C._nn, operator, torch.ops.aten)
     return name if any(getattr(m, name, None) is target for m in known) else ""
 
 
@@ -142,6 +142,10 @@ def _may_write(node: Node) -> bool:
     name = op_name(node)
     if node.kwargs.get("inplace") or "out" in node.kwargs:
         return True
+    if name in ("batch_norm", "instance_norm"):
+        return True  # running statistics
+    if name in ("embedding", "embedding_bag"):
+        return argument(node, 3, "max_norm") is not None
     if node.target is getattr(F, name, None) and any(a is True for a in node.args):
         return True  # F.relu(ids, True)
     if getattr(operator, name, None) is node.target:  # operator.or_ writes nothing
@@ -672,13 +676,13 @@ def matmul_of(node: Any) -> Projection | None:
         return None
     if name in ("grouped_mm", "_grouped_mm"):
         rows, weight = node.args[0], argument(node, 1, "mat2")
-        offs, bias = argument(node, 2, "offs"), argument(node, 3, "bias")
+        offs = argument(node, 2, "offs")
         if rank(rows) != 2 or rank(weight) != 3 or not isinstance(offs, Node):
             return None
         if value_of(node).dtype != value_of(rows).dtype:
             return None
         linear, transposed = _linear_weight(weight)
-        return Projection(node, rows, linear, transposed, offs, True, bias)
+        return Projection(node, rows, linear, transposed, offs, True)
     if name == "squeeze" and op_name(node.args[0]) in ("bmm", "matmul"):
         product: Any = node.args[0]
         if len(product.args) != 2:
@@ -715,6 +719,22 @@ def projection_of(node: Any) -> Projection | None:
     return found
 
 
+def _bias_of_groups(node: Any, offs: Any) -> Any:
+    """bias (E, M) where node is that of every row, as ``F.grouped_mm(bias=)`` computes it."""
+    if op_name(node) != "_grouped_mm":
+        return None
+    ones, (row, as_stored) = node.args[0], _linear_weight(node.args[1])
+    same = same_value(argument(node, 2, "offs"), offs)
+    if as_stored or not same or (op_name(ones), op_name(row)) != ("pad", "pad"):
+        return None
+    one, column = ones.args[0], row.args[0]
+    names, added = (op_name(one), op_name(column)), ((0, 7), "constant", None)
+    if names != ("new_ones", "unsqueeze") or {ones.args[1:], row.args[1:]} != {added}:
+        return None
+    is_column = same_size(value_of(one).shape[1], 1) and column.args[1:] == (-1,)
+    return column.args[0] if is_column and not writers(ones) else None
+
+
 def _biased(node: Any) -> Projection | None:
     orders = [*operand_orders(node, "add", "iadd", "add_")]
     if op_name(node) != "add":
@@ -722,7 +742,13 @@ def _biased(node: Any) -> Projection | None:
         orders = orders[:1] if node.users else []
     for product, added in orders:
         found, index = matmul_of(product), row_selection(uncast(added))
-        if found is None or index is None or found.bias is not None:
+        if found is None:
+            continue
+        bias = _bias_of_groups(uncast(added), found.experts) if found.grouped else None
+        if bias is not None:
+            found.out, found.bias = node, bias
+            return found
+        if index is None:
             continue
         experts = value_of(found.weight).shape[0]
         if same_size(value_of(index[0]).shape[0], experts):
@@ -739,7 +765,7 @@ def _biased(node: Any) -> Projection | None:
                 if len(user.args) != 2 or user.kwargs:
                     return None
                 index = row_selection(user.args[1])
-                if index is None or found.bias is not None:
+                if index is None:
                     return None
                 if any(other < user for other in found.out.users):
                     return None  # read, or viewed to be read, without the bias

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.moe_lora import add_lora
-from torch.nn.utils.parametrize import register_parametrization
+from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -322,6 +322,15 @@ class TestEdges(GlooTest):
         self.assertEqual(adapter.to_local().shape, (E // 4, 2, D))
         for counts in STEPS[:2]:
             self.check(model, whole, counts)
+        x = self.tokens(STEPS[0])[0]
+        expected = model(x).detach()
+        for name in ("w_in", "w_out"):
+            remove_parametrizations(model, name)  # of the class, which ``whole`` shares
+            out = model(x)
+            self.assertEqual(out, expected)
+        model.w_in.requires_grad_()
+        model(x).square().sum().backward()
+        self.assertEqual(model.w_in.grad.placements, model.w_in.placements)
         _, model = self.pair(**options)
         message = (
             "must come before parallelize_module.*'w_in', 'w_out'. are of type DTensor"
@@ -333,6 +342,8 @@ class TestEdges(GlooTest):
         with self.assertRaisesRegex(RuntimeError, "'w_out' was parametrized after"):
             model(self.tokens(STEPS[0])[0])
         mesh = self.mesh(("ep", "tp"), 2, 2)
+        whole = nn.MoE(D, H, E, K)
+        add_lora(whole, 2)
         with self.assertRaisesRegex(ValueError, "'w_in' is parametrized"):
             parallelize_module(whole, mesh, ExpertParallel())
 

@@ -197,6 +197,13 @@ def _original(module: nn.Module, name: str) -> Any:
     return module._parameters.get(name)
 
 
+def present_name(module: nn.Module, name: str) -> str:
+    """``name``; of the weight instead that ``remove_parametrizations`` made of its parts."""
+    of_part = name.split(".")[1] if name.startswith("parametrizations.") else ""
+    merged = of_part and not parametrize.is_parametrized(module, of_part)
+    return of_part if merged else name
+
+
 class GroupedExpertsAdapter(ExpertAdapter):
     """Experts called with rows in expert order. Arguments give other names of the weights.
 

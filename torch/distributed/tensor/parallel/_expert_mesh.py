@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._moe.groups import group_timeout
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
+from torch.distributed.tensor.parallel._expert_adapters import present_name
 from torch.utils.weak import WeakTensorKeyDictionary
 
 
@@ -169,7 +170,7 @@ def expert_shard_placement(
     for module in model.modules():
         region = getattr(module, "_expert_parallel", None)
         for name in () if region is None else region.expert_names:
-            param = module.get_parameter(name)
+            param = module.get_parameter(present_name(module, name))
             if not isinstance(param, DTensor):
                 raise ValueError(
                     f"expert_shard_placement: parameter {name!r} must be the DTensor that "

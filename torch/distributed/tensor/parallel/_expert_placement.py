@@ -71,8 +71,8 @@ class ExpertPlacement:
             weights change: micro-batches of a step share them, and serving fetches once.
             Takes the memory of the copies of all layers. Writes that no version counts are
             seen after :meth:`step` or :meth:`forget`: through ``.data``, by a collective or a
-            ``recv`` into ``to_local()``, and by ``torch.distributed.checkpoint.load`` into the
-            tensors of a ``state_dict()``. Not under FSDP. Default: ``False``
+            ``recv`` into ``to_local()``, and into ``to_local()`` of a detached parameter, as in a
+            ``state_dict()`` (``torch.distributed.checkpoint.load``). Not under FSDP. Default: ``False``
         wire_dtype (torch.dtype, optional): dtype of fetched matrices: ``torch.bfloat16``,
             or ``torch.float8_e4m3fn`` with a power-of-two scale per 128 values. It rounds copies,
             not the weights at home; gradients keep their dtype. Default: None (that of the

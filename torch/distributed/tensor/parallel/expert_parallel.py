@@ -38,6 +38,7 @@ from torch.distributed.tensor.parallel._expert_adapters import (
     ExpertAdapter,
     Experts,
     GroupedExpertsAdapter,
+    present_name,
 )
 from torch.distributed.tensor.parallel._expert_mesh import (
     expert_shard_placement,
@@ -127,8 +128,9 @@ class _Region:
     ) -> dict[str, Tensor]:
         """Local shards, whose gradients go back to the distributed parameters."""
         local, versions = {}, []
-        for name in self.grad_placements if names is None else names:
-            grad_placements = self.grad_placements[name]
+        keys = self.grad_placements if names is None else names
+        for name, key in {present_name(module, key): key for key in keys}.items():
+            grad_placements = self.grad_placements[key]
             eager = not torch.compiler.is_compiling()
             if eager and parametrize.is_parametrized(module, name):
                 raise RuntimeError(
@@ -142,13 +144,13 @@ class _Region:
                     f"ExpertParallel: parameter {name!r} must be the DTensor that "
                     f"parallelize_module made, got {type(param).__name__}"
                 )
-            if eager and name in self.expert_names:
+            if eager and key in self.expert_names:
                 versions.append(-1 if param.is_inference() else param._version)
             if any(p.is_partial() for p in grad_placements):
                 # Its backward sums the partial gradients.
                 param = param.redistribute(placements=param.placements)
             tensor = param.to_local(grad_placements=grad_placements)
-            if name in self.added_once and self.tp_mesh is not None:
+            if key in self.added_once and self.tp_mesh is not None:
                 tensor = tensor * float(self.tp_mesh.get_local_rank() == 0)
             local[name] = tensor
         self.versions = tuple(versions)
@@ -174,7 +176,8 @@ class _Region:
         if self.tp_mesh is not None:
             tokens = self._copy_to_tensor_parallel(tokens)
             weights = self._copy_to_tensor_parallel(weights)
-        local = {name: _value(module, name) for name in self.expert_names}
+        names = (present_name(module, name) for name in self.expert_names)
+        local = {name: _value(module, name) for name in names}
         if self.placed is not None:
             row_bytes = tokens.shape[1] * tokens.element_size()
             if not torch.compiler.is_compiling():
@@ -220,7 +223,7 @@ class _Region:
 
 def _value(module: nn.Module, name: str) -> Any:
     """A parameter, or its replacement during a call."""
-    owner, _, leaf = name.rpartition(".")
+    owner, _, leaf = present_name(module, name).rpartition(".")
     return getattr(module.get_submodule(owner), leaf)
 
 
