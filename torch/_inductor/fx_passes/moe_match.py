@@ -143,7 +143,7 @@ def _may_write(node: Node) -> bool:
     if node.kwargs.get("inplace") or "out" in node.kwargs:
         return True
     if name in ("batch_norm", "instance_norm"):
-        return True  # running statistics
+        return True  # to the running statistics
     if name in ("embedding", "embedding_bag"):
         return argument(node, 3, "max_norm") is not None
     if node.target is getattr(F, name, None) and any(a is True for a in node.args):
@@ -720,7 +720,7 @@ def projection_of(node: Any) -> Projection | None:
 
 
 def _bias_of_groups(node: Any, offs: Any) -> Any:
-    """bias (E, M) where node is that of every row, as ``F.grouped_mm(bias=)`` computes it."""
+    """The bias (E, M) if ``node`` holds each row's bias, as ``F.grouped_mm(bias=)`` computes it."""
     if op_name(node) != "_grouped_mm":
         return None
     ones, (row, as_stored) = node.args[0], _linear_weight(node.args[1])

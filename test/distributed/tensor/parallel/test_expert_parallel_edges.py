@@ -325,7 +325,8 @@ class TestEdges(GlooTest):
         x = self.tokens(STEPS[0])[0]
         expected = model(x).detach()
         for name in ("w_in", "w_out"):
-            remove_parametrizations(model, name)  # of the class, which ``whole`` shares
+            # Unusable after this: ``whole``, whose class is that of its copy.
+            remove_parametrizations(model, name)
             out = model(x)
             self.assertEqual(out, expected)
         model.w_in.requires_grad_()

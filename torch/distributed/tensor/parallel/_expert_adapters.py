@@ -198,7 +198,8 @@ def _original(module: nn.Module, name: str) -> Any:
 
 
 def present_name(module: nn.Module, name: str) -> str:
-    """``name``; of the weight instead that ``remove_parametrizations`` made of its parts."""
+    """The present name of a parameter: a part of a parametrization becomes the weight when
+    ``remove_parametrizations`` merges it."""
     of_part = name.split(".")[1] if name.startswith("parametrizations.") else ""
     merged = of_part and not parametrize.is_parametrized(module, of_part)
     return of_part if merged else name
