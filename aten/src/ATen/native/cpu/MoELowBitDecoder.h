@@ -357,11 +357,14 @@ auto with_log_rows(int64_t rows, const Fn& fn) {
   return fn(std::integral_constant<int, log_rows>());
 }
 
+// Lines that are not in panels are read 32 at a time. On an Emerald Rapids, one row took 4 to 15 % longer
+// with 64.
 template <typename Row, typename Codes, Scaling scaling>
-Kernel<Row> multiply_lines_of(int64_t rows) {
-  return with_log_rows<kMaxRows>(rows, [](auto log) {
-    constexpr int m = 1 << log, q = kGroups[log];
-    return Kernel<Row>{&multiply_lines<Row, Codes, scaling, m, q>, q};
+Kernel<Row> multiply_lines_of(const LowBitView& w, int64_t rows) {
+  return with_log_rows<kMaxRows>(rows, [&](auto log) {
+    constexpr int m = 1 << log, q = kGroups[log], fewer = std::min(q, int{32 / kLines});
+    return w.panels ? Kernel<Row>{&multiply_lines<Row, Codes, scaling, m, q>, q}
+                    : Kernel<Row>{&multiply_lines<Row, Codes, scaling, m, fewer>, fewer};
   });
 }
 
@@ -369,17 +372,17 @@ template <typename Row>
 Kernel<Row> find_multiply(const LowBitView& w, int64_t rows) {
   switch (w.codes) {
     case LowBitCodes::Int4:
-      return multiply_lines_of<Row, Int4, Scaling::Blocks>(rows);
+      return multiply_lines_of<Row, Int4, Scaling::Blocks>(w, rows);
     case LowBitCodes::E2M1:
-      return multiply_lines_of<Row, E2M1, Scaling::Blocks>(rows);
+      return multiply_lines_of<Row, E2M1, Scaling::Blocks>(w, rows);
     case LowBitCodes::Int8:
-      return w.scaling == Scaling::Rows ? multiply_lines_of<Row, Int8, Scaling::Rows>(rows)
-                                        : multiply_lines_of<Row, Int8, Scaling::Blocks>(rows);
+      return w.scaling == Scaling::Rows ? multiply_lines_of<Row, Int8, Scaling::Rows>(w, rows)
+                                        : multiply_lines_of<Row, Int8, Scaling::Blocks>(w, rows);
     default:
       return w.scaling == Scaling::Folded
-          ? multiply_lines_of<Row, FoldedCodes<Row>, Scaling::Folded>(rows)
-          : w.scaling == Scaling::Rows ? multiply_lines_of<Row, E4M3, Scaling::Rows>(rows)
-                                       : multiply_lines_of<Row, E4M3, Scaling::Blocks>(rows);
+          ? multiply_lines_of<Row, FoldedCodes<Row>, Scaling::Folded>(w, rows)
+          : w.scaling == Scaling::Rows ? multiply_lines_of<Row, E4M3, Scaling::Rows>(w, rows)
+                                       : multiply_lines_of<Row, E4M3, Scaling::Blocks>(w, rows);
   }
 }
 
