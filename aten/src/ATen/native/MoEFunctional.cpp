@@ -30,18 +30,6 @@ Tensor flatten_leading(const Tensor& tensor) {
   return tensor.dim() == 1 ? tensor.unsqueeze(0) : tensor.flatten(0, -2);
 }
 
-// Sizes that are not known while tracing are compared when the graph runs.
-bool equal(c10::SymIntArrayRef sizes, c10::SymIntArrayRef expected) {
-  return sizes.size() == expected.size() &&
-      std::equal(
-             sizes.begin(),
-             sizes.end(),
-             expected.begin(),
-             [](const c10::SymInt& size, const c10::SymInt& other) {
-               return size.sym_eq(other).expect_true(__FILE__, __LINE__);
-             });
-}
-
 } // namespace
 
 RoutedTokens route_tokens(
@@ -55,8 +43,9 @@ RoutedTokens route_tokens(
       input.dim() > 0, op, ": input must have shape (*, D), got a scalar");
   TORCH_CHECK_VALUE(
       topk_indices.dim() > 0 &&
-          equal(topk_indices.sym_sizes().slice(0, topk_indices.dim() - 1),
-                input.sym_sizes().slice(0, input.dim() - 1)),
+          have_equal_sizes(
+              topk_indices.sym_sizes().slice(0, topk_indices.dim() - 1),
+              input.sym_sizes().slice(0, input.dim() - 1)),
       op,
       ": topk_indices must have shape (*, K) with the leading dimensions of input ",
       shape_string(input.sym_sizes()),
@@ -69,7 +58,7 @@ RoutedTokens route_tokens(
   routed.input = flatten_leading(input);
   if (topk_weights.has_value()) {
     TORCH_CHECK_VALUE(
-        equal(topk_weights->sym_sizes(), topk_indices.sym_sizes()),
+        have_equal_sizes(topk_weights->sym_sizes(), topk_indices.sym_sizes()),
         op,
         ": topk_weights must have the shape of topk_indices ",
         shape_string(topk_indices.sym_sizes()),
@@ -87,25 +76,16 @@ RoutedTokens route_tokens(
   return routed;
 }
 
-bool may_need_grad(
-    std::initializer_list<Tensor> tensors,
-    std::initializer_list<std::optional<Tensor>> optional_tensors) {
+bool may_need_grad(std::initializer_list<std::optional<Tensor>> tensors) {
   // Inside a transform of torch.func, tensors of an outer level do not say that they require grad.
   // Under vmap alone, pre-activations are kept without need.
   const bool is_transformed = c10::impl::tls_is_dispatch_key_included(
       c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
   return c10::GradMode::is_enabled() &&
       (is_transformed ||
-       std::any_of(
-           tensors.begin(),
-           tensors.end(),
-           [](const Tensor& t) { return t.requires_grad(); }) ||
-       std::any_of(
-           optional_tensors.begin(),
-           optional_tensors.end(),
-           [](const std::optional<Tensor>& t) {
-             return t.has_value() && t->requires_grad();
-           }));
+       std::any_of(tensors.begin(), tensors.end(), [](const std::optional<Tensor>& t) {
+         return t.has_value() && t->requires_grad();
+       }));
 }
 
 } // namespace moe
@@ -141,8 +121,7 @@ Tensor moe_mlp_symint(
       gate_interleaved,
       alpha,
       limit,
-      moe::may_need_grad(
-          {input, w_in, w_out}, {topk_weights, w_up, b_in, b_out})));
+      moe::may_need_grad({input, w_in, w_out, topk_weights, w_up, b_in, b_out})));
   return at::_unsafe_view_symint(output, input.sym_sizes());
 }
 
@@ -173,7 +152,7 @@ Tensor grouped_mlp(
       gate_interleaved,
       alpha,
       limit,
-      moe::may_need_grad({input, w_in, w_out}, {w_up, b_in, b_out})));
+      moe::may_need_grad({input, w_in, w_out, w_up, b_in, b_out})));
 }
 
 } // namespace at::native

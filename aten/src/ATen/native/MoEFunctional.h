@@ -30,8 +30,6 @@ RoutedTokens route_tokens(
     const std::optional<c10::SymInt>& num_rows);
 
 // Whether autograd may ask for the backward of an op on these tensors.
-bool may_need_grad(
-    std::initializer_list<Tensor> tensors,
-    std::initializer_list<std::optional<Tensor>> optional_tensors);
+bool may_need_grad(std::initializer_list<std::optional<Tensor>> tensors);
 
 } // namespace at::native::moe

@@ -1,8 +1,9 @@
-// _moe_mlp and its backward on CPU: checks of the values that the kernels trust, and outputs.
+// _moe_mlp and its backward on CPU: checks of the values that the kernels trust.
 // See MoEMLPUtils.h for the notation and the rules.
 #define TORCH_ASSERT_ONLY_METHOD_OPERATORS
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/native/MoEMLPBackward.h>
 #include <ATen/native/MoEMLPCPU.h>
 
 #ifndef AT_PER_OPERATOR_HEADERS
@@ -12,7 +13,6 @@
 #include <ATen/ops/_moe_mlp_backward_native.h>
 #include <ATen/ops/_moe_mlp_native.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #endif
 
 namespace at::native {
@@ -21,9 +21,6 @@ DEFINE_DISPATCH(moe_mlp_stub);
 DEFINE_DISPATCH(moe_mlp_backward_stub);
 
 namespace {
-
-using GradTuple =
-    std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // An index tensor, what one of its positions is, and what its values are below.
 struct SlotIndex {
@@ -146,54 +143,6 @@ void check_mlp_values(const char* op, const moe::MLPInputs& in, int64_t num_rows
   check_inverse(op, slot_rows, row_slots);
 }
 
-namespace {
-
-// Allocates the gradients that output_mask asks for and whose operand is given. The kernel
-// allocates those of the expert weights.
-MoEMLPGrads allocate_grads(
-    const moe::MLPInputs& in,
-    const std::array<bool, 7>& output_mask) {
-  const auto contiguous = [](const Tensor& operand) {
-    return at::empty_symint(operand.sym_sizes(), operand.options());
-  };
-  MoEMLPGrads grads;
-  if (output_mask[0]) {
-    grads.input = contiguous(in.input);
-  }
-  grads.wants_w_in = output_mask[1];
-  grads.wants_w_out = output_mask[2];
-  if (output_mask[3] && in.topk_weights.defined()) {
-    grads.topk_weights = at::zeros_symint(
-        in.topk_weights.sym_sizes(), in.topk_weights.options());
-  }
-  if (output_mask[4] && in.b_in.defined()) {
-    grads.b_in = contiguous(in.b_in);
-  }
-  if (output_mask[5] && in.b_out.defined()) {
-    grads.b_out = contiguous(in.b_out);
-  }
-  grads.wants_w_up = output_mask[6] && in.w_up.defined();
-  return grads;
-}
-
-// Every returned gradient must be defined, as Inductor's C++ wrapper can not
-// unpack an undefined tensor: the others become {0}.
-GradTuple defined_grads(const MoEMLPGrads& grads, const Tensor& input) {
-  const auto or_empty = [&](const Tensor& grad) {
-    return grad.defined() ? grad : at::empty({0}, input.options());
-  };
-  return {
-      or_empty(grads.input),
-      or_empty(grads.w_in),
-      or_empty(grads.w_out),
-      or_empty(grads.topk_weights),
-      or_empty(grads.b_in),
-      or_empty(grads.b_out),
-      or_empty(grads.w_up)};
-}
-
-} // namespace
-
 std::tuple<Tensor, Tensor> moe_mlp_cpu(
     const Tensor& input,
     const Tensor& w_in,
@@ -227,7 +176,8 @@ std::tuple<Tensor, Tensor> moe_mlp_cpu(
   return {std::move(output), std::move(preact)};
 }
 
-GradTuple moe_mlp_backward_cpu(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
+moe_mlp_backward_cpu(
     const Tensor& grad_out,
     const Tensor& input,
     const Tensor& w_in,
@@ -253,9 +203,13 @@ GradTuple moe_mlp_backward_cpu(
   call.check_backward(op, grad_out, preact);
   check_mlp_values(op, call.inputs, call.sizes.num_rows.expect_int());
 
-  auto grads = allocate_grads(call.inputs, output_mask);
-  moe_mlp_backward_stub(kCPU, call.inputs, call.activation, grad_out, preact, grads);
-  return defined_grads(grads, input);
+  return moe_composite::make_gradients(
+      call.inputs,
+      output_mask,
+      [&](const std::array<bool, 7>& wanted, moe_composite::Gradients& grads) {
+        moe_mlp_backward_stub(
+            kCPU, call.inputs, call.activation, grad_out, preact, wanted, grads);
+      });
 }
 
 } // namespace at::native

@@ -1,28 +1,14 @@
 #pragma once
 
 // CPU side of _moe_mlp. The entry functions in MoEMLPCPU.cpp validate, check
-// values and allocate; the kernels behind these stubs only compute.
+// values; the kernels behind these stubs only compute.
 
 #include <ATen/native/DispatchStub.h>
 #include <ATen/native/MoEMLPUtils.h>
 
-namespace at::native {
+#include <array>
 
-// Gradients in the order of output_mask; one that is not wanted is undefined.
-struct MoEMLPGrads {
-  Tensor input; // (T, D), contiguous
-  // The largest ones by far: the kernel allocates those that are wanted, when
-  // buffers that it no longer needs are gone.
-  Tensor w_in; // shape and strides of w_in
-  Tensor w_out; // (E, D, F), strides of w_out
-  Tensor w_up; // (E, F, D), strides of w_up
-  bool wants_w_in = false;
-  bool wants_w_out = false;
-  bool wants_w_up = false;
-  Tensor topk_weights; // (T, K), contiguous, zero-filled
-  Tensor b_in; // (E, G*F), contiguous
-  Tensor b_out; // (E, D), contiguous
-};
+namespace at::native {
 
 // Writes every element of `output` (T, D), and of `preact` (R, G*F) unless that
 // is undefined.
@@ -32,12 +18,15 @@ using moe_mlp_fn = void (*)(
     const Tensor& output,
     const Tensor& preact);
 
+// Allocates and writes the gradients that are wanted, in the order of output_mask: those of expert
+// weights with the strides of their operands, the others contiguous.
 using moe_mlp_backward_fn = void (*)(
     const moe::MLPInputs& inputs,
     const moe::ActivationSpec& activation,
     const Tensor& grad_out,
     const Tensor& preact,
-    MoEMLPGrads& grads);
+    const std::array<bool, 7>& wanted,
+    std::array<Tensor, 7>& grads);
 
 DECLARE_DISPATCH(moe_mlp_fn, moe_mlp_stub)
 DECLARE_DISPATCH(moe_mlp_backward_fn, moe_mlp_backward_stub)

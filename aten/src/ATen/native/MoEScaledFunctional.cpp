@@ -103,7 +103,7 @@ Tensor scaled_moe_mlp_symint(
   const auto routed =
       moe::route_tokens("moe_mlp", input, topk_indices, topk_weights, w_in, num_rows);
   const bool keeps_preact = !recompute &&
-      moe::may_need_grad({input, w_in, w_out}, {topk_weights, w_up, b_in, b_out});
+      moe::may_need_grad({input, w_in, w_out, topk_weights, w_up, b_in, b_out});
   const auto output = std::get<0>(at::_moe_mlp_scaled(
       routed.input, w_in, w_out, routed.offs, routed.topk_weights, routed.row_slots,
       routed.slot_rows, b_in, b_out, w_up, input_scaled, w_in_scaled, w_out_scaled, w_up_scaled,

@@ -84,6 +84,18 @@ inline void check_rank(
       shape_string(tensor.sym_sizes()));
 }
 
+// Sizes that are not known while tracing are compared when the graph runs.
+inline bool have_equal_sizes(c10::SymIntArrayRef sizes, c10::SymIntArrayRef expected) {
+  return std::equal(
+      sizes.begin(),
+      sizes.end(),
+      expected.begin(),
+      expected.end(),
+      [](const c10::SymInt& size, const c10::SymInt& other) {
+        return size.sym_eq(other).expect_true(__FILE__, __LINE__);
+      });
+}
+
 inline void check_shape(
     const char* op,
     const char* name,
@@ -91,14 +103,8 @@ inline void check_shape(
     const char* rule,
     c10::SymIntArrayRef expected,
     const char* hint = "") {
-  bool matches = tensor.dim() == static_cast<int64_t>(expected.size());
-  for (size_t i = 0; matches && i < expected.size(); ++i) {
-    matches = tensor.sym_size(static_cast<int64_t>(i))
-                  .sym_eq(expected[i])
-                  .expect_true(__FILE__, __LINE__);
-  }
   TORCH_CHECK_VALUE(
-      matches,
+      have_equal_sizes(tensor.sym_sizes(), expected),
       op,
       ": ",
       name,

@@ -50,8 +50,9 @@ class BackwardPass {
  public:
   BackwardPass(
       const moe::MLPInputs& in, const moe::ActivationSpec& spec, const Tensor& grad_out,
-      const Tensor& preact, MoEMLPGrads& grads)
+      const Tensor& preact, const std::array<bool, 7>& wanted, std::array<Tensor, 7>& grads)
       : in_(in),
+        wanted_(wanted),
         grads_(grads),
         routing_(in),
         layout_{in.w_out.size(2), spec.is_gated, spec.interleaved},
@@ -62,11 +63,11 @@ class BackwardPass {
         preact_(preact.contiguous()),
         preact_data_(preact_.template const_data_ptr<scalar_t>()) {
     const int64_t rows = routing_.last_row;
-    if (grads.input.defined() || grads.wants_w_in || grads.wants_w_up || grads.b_in.defined()) {
+    if (wanted[0] || wanted[1] || wanted[4] || wanted[6]) {
       grad_hidden_ = input_.new_empty({rows, layout_.cols()});
       grad_hidden_data_ = grad_hidden_.template mutable_data_ptr<scalar_t>();
     }
-    if (grads.topk_weights.defined()) {
+    if (wanted[3]) {
       grad_weight_parts_ =
           input_.new_empty({rows, panels_}, c10::CppTypeToScalarType<acc_t>::value);
       parts_data_ = grad_weight_parts_.template mutable_data_ptr<acc_t>();
@@ -87,34 +88,37 @@ class BackwardPass {
     }
     grad_weight_parts_.reset();
     const RowSource<scalar_t> grad_hidden{grad_hidden_data_, layout_.cols()};
-    if (grads_.input.defined()) {
+    if (wanted_[0]) {
+      grads_[0] = input_.new_empty(input_.sizes());
       const WeightSource<scalar_t> w_in(in_.w_in, in_.w_up, layout_.halves(), /*transposed=*/false);
       project_tokens<scalar_t, Micro>(
           routing_, grad_hidden, w_in, /*bias=*/nullptr, /*weighted=*/false, kGradCombineBytes,
-          grads_.input);
+          grads_[0]);
     }
     const auto input = rows_of_tokens<scalar_t>(input_, routing_);
-    if (grads_.wants_w_in) {
-      weight_grad(grads_.w_in, in_.w_in, {grad_hidden, {}}, {input, {}});
+    if (wanted_[1]) {
+      weight_grad(grads_[1], in_.w_in, {grad_hidden, {}}, {input, {}});
     }
-    if (grads_.wants_w_up) {
+    if (wanted_[6]) {
       const Tensor up = grad_hidden_.narrow(1, layout_.hidden, layout_.hidden);
       const RowSource<scalar_t> grad_up{up.const_data_ptr<scalar_t>(), layout_.cols()};
-      weight_grad(grads_.w_up, in_.w_up, {grad_up, {}}, {input, {}});
+      weight_grad(grads_[6], in_.w_up, {grad_up, {}}, {input, {}});
     }
-    if (grads_.b_in.defined()) {
-      column_sums(routing_, grad_hidden, /*weighted=*/false, grads_.b_in);
+    if (wanted_[4]) {
+      grads_[4] = in_.b_in.new_empty(in_.b_in.sizes());
+      column_sums(routing_, grad_hidden, /*weighted=*/false, grads_[4]);
     }
     grad_hidden_.reset();
-    if (grads_.wants_w_out) {
+    if (wanted_[2]) {
       const auto act = [this](int64_t row, int64_t f0, int64_t n, scalar_t* out) {
         (this->*weighted_act_)(row, f0, n, out);
       };
       weight_unit_ = weight_unit();
-      weight_grad(grads_.w_out, in_.w_out, {grad_out, {}}, {{}, act}, weight_unit_);
+      weight_grad(grads_[2], in_.w_out, {grad_out, {}}, {{}, act}, weight_unit_);
     }
-    if (grads_.b_out.defined()) {
-      column_sums(routing_, grad_out, /*weighted=*/true, grads_.b_out);
+    if (wanted_[5]) {
+      grads_[5] = in_.b_out.new_empty(in_.b_out.sizes());
+      column_sums(routing_, grad_out, /*weighted=*/true, grads_[5]);
     }
   }
 
@@ -203,7 +207,7 @@ class BackwardPass {
 
   // dS of a slot: its row's parts in panel order, and <dO, b_out>.
   void compute_grad_topk_weights(const RowSource<scalar_t>& grad_out) const {
-    const Tensor sums = grad_weight_parts_.new_zeros(grads_.topk_weights.sizes());
+    const Tensor sums = grad_weight_parts_.new_zeros(in_.topk_weights.sizes());
     auto* out = sums.template mutable_data_ptr<acc_t>();
     const Tensor b_out = contiguous_or_undefined(in_.b_out);
     const auto* bias = data_or_null<scalar_t>(b_out);
@@ -228,11 +232,12 @@ class BackwardPass {
             }
           }
         });
-    grads_.topk_weights.copy_(sums);
+    grads_[3] = sums.to(in_.topk_weights.scalar_type());
   }
 
   const moe::MLPInputs& in_;
-  MoEMLPGrads& grads_;
+  const std::array<bool, 7>& wanted_;
+  std::array<Tensor, 7>& grads_;
   const Routing<acc_t> routing_;
   const HiddenLayout layout_;
   const int64_t panels_;  // of F
@@ -251,9 +256,10 @@ class BackwardPass {
 
 void moe_mlp_backward_kernel(
     const moe::MLPInputs& inputs, const moe::ActivationSpec& activation, const Tensor& grad_out,
-    const Tensor& preact, MoEMLPGrads& grads) {
+    const Tensor& preact, const std::array<bool, 7>& wanted, std::array<Tensor, 7>& grads) {
   dispatch_micro_gemm(inputs.input.scalar_type(), [&](auto zero, auto micro) {
-    BackwardPass<decltype(zero), decltype(micro)>(inputs, activation, grad_out, preact, grads)
+    BackwardPass<decltype(zero), decltype(micro)>(
+        inputs, activation, grad_out, preact, wanted, grads)
         .run();
   });
 }
