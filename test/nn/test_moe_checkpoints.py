@@ -82,6 +82,9 @@ def form(name, N, K):
     elif kind == "torchao":
         data, scale = int8(E, N, K), scale.float()
         operand = from_torchao(Int8Tensor(data, scale, torch.zeros(E, N, 1)))
+    elif kind == "torchaofp8":
+        data, scale = fp8(E, N, K), scale.float()
+        operand = from_torchao(Float8Tensor(data, scale))
     else:
         data = {"int8": int8, "fp8": fp8}[kind](E, N, K)
         operand = from_compressed_tensors(data, scale)
@@ -91,7 +94,7 @@ def form(name, N, K):
 
 FORMS = (
     "mxfp4", "mxfp4_bytes", "mxfp8", "deepseek", "int4_32", "int4_64", "int4_128", "int8_rows",
-    "int8_tensor", "int8_128", "fp8_rows", "fp8_tensor", "fp8_128", "torchao_rows",
+    "int8_tensor", "int8_128", "fp8_rows", "fp8_tensor", "fp8_128", "torchao_rows", "torchaofp8_rows",
 )  # fmt: skip
 
 

@@ -204,6 +204,10 @@ def test(
     Example: python3 tools/stage.py test test/test_moe_mlp.py -- -k bfloat16 -x
     """
     names, arguments = _split_at_dashes(paths)
+    if upstream is not None and series:
+        raise click.UsageError("give either --upstream or --series")
+    if upstream is None and json_file:
+        raise click.UsageError("--json goes with --upstream")
     if series:
         stack = session.selected(series)
         own = {t for pr in stack.prs if pr.series in series for t in pr.tests}

@@ -74,6 +74,8 @@ def test_every_verb_has_help_with_an_example(verb):
         (["refresh", "110", "120"], "unexpected extra argument (120)"),
         (["refresh", "--upstream", "."], "give either a PR or --regenerate-shims"),
         (["test", "--upstream"], "requires an argument"),
+        (["test", "--json", "x.json"], "--json goes with --upstream"),
+        (["test", "--upstream", ".", "--series", "moe-core"], "give either --upstream or"),
     ],
 )
 def test_wrong_arguments(monkeypatch, capsys, arguments, expected):

@@ -289,9 +289,8 @@ def serve(worker: object) -> None:
             answer = {"value": getattr(worker, command)(*args)}
         except Exception as error:
             traceback.print_exc()
-            answer = {
-                "error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-            }
+            message = f"{type(error).__name__}: {error}"
+            answer = {"error": message.splitlines()[0][:200]}
         print(json.dumps(answer), file=answers, flush=True)
 
 

@@ -118,6 +118,10 @@ class TestSchedule(TestCase):
         parts = PartSeconds((there,) * 2, (work,) * 2, (back,) * 2)
         two = next(c for c in ranked if c.num_chunks == 2)
         self.assertEqual(two.seconds, simulated_seconds(OverlapSchedule(2), parts))
+        there, work, back, _ = cpu_parts(p, *args, 2, dtype="fp32")
+        parts = PartSeconds((there,) * 2, (work,) * 2, (back,) * 2)
+        two = layer_chunks(p, *args, dtype="fp32", candidates=(2,))[0]
+        self.assertEqual(two.seconds, simulated_seconds(OverlapSchedule(2), parts))
         with self.assertRaisesRegex(ValueError, "p.cpu is None"):
             cpu_parts(profile("H100"), *args)
 

@@ -36,7 +36,7 @@ from .moe_match import (
     value_of,
     VIEWS,
 )
-from .moe_row_order import counted_ids, is_topk_index
+from .moe_row_order import counted_ids, is_topk_index, sort_of
 
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ def _routing(graph: Graph, block: Block) -> tuple[Any, Node | None, Node | None]
         counted = counted_ids(offs, perm, experts)
     if counted is not None:
         ids, last = counted
-        sort = perm.args[0] if op_name(perm) == "getitem" else perm
+        sort = sort_of(perm)
         with graph.inserting_before(sort.next):
             if is_topk_index(ids, experts):
                 return _permutation(graph, block, ids)

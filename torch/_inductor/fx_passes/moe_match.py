@@ -436,6 +436,15 @@ def _clamped(node: Any) -> tuple[Any, float | None, float | None]:
     return node, low, high
 
 
+def _are_limits(
+    low: float | None, high: float | None, up_low: float | None, up_high: float | None
+) -> bool:
+    """Whether the gate is clamped from above, and up from both sides, by one limit."""
+    if low is not None or high is None or not 0 < high < math.inf:
+        return False
+    return (up_low, up_high) == (-high, high)
+
+
 def _half(node: Any) -> tuple[Any, int, bool] | None:
     """(H, 0 or 1, interleaved) where node is one half of the last dimension of H (R, 2F)."""
     node = uncast(node)
@@ -586,13 +595,7 @@ def _oai(node: Any) -> ActivationMatch | None:
                         continue
                     x, low, high = _clamped(gate)
                     u, up_low, up_high = _clamped(up)
-                    if (
-                        low is None
-                        and high is not None
-                        and 0 < high < math.inf
-                        and up_high == high
-                        and up_low == -high
-                    ):
+                    if _are_limits(low, high, up_low, up_high):
                         options = {"alpha": float(number(alpha)), "limit": float(high)}
                         return _gated("swiglu_oai", x, u, **options)
     return None
@@ -611,14 +614,7 @@ def activation_of(node: Any) -> ActivationMatch | None:
         u, up_low, up_high = _clamped(up)
         if (low, high, up_low, up_high) == (None,) * 4:
             found = _gated(name, gate, u)
-        elif (
-            name in _CLAMPED
-            and low is None
-            and high is not None
-            and 0 < high < math.inf
-            and up_high == high
-            and up_low == -high
-        ):
+        elif name in _CLAMPED and _are_limits(low, high, up_low, up_high):
             found = _gated(name, gate, u, limit=float(high))
         else:
             continue

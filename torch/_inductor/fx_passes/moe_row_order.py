@@ -296,7 +296,7 @@ def counted_ids(offs: Any, perm: Any, num_experts: int) -> tuple[Any, int] | Non
     The last entry of ``offs`` counts up to ``last``, which is the number of experts or one less,
     or -1 if topk made the ids, so that all are experts. None if this does not hold for any ids.
     """
-    ids, sort, count = sorted_by(perm), _sort_of(perm), _count_of(offs, num_experts)
+    ids, sort, count = sorted_by(perm), sort_of(perm), _count_of(offs, num_experts)
     if not is_ascending(sort) or rank(ids) != 1 or writers(perm):
         return None
     if count is None or (count.last is None and not is_topk_index(ids, num_experts)):
@@ -360,10 +360,10 @@ def _sorted_from(index: Any) -> Any:
     if taken is None or sorted_by(taken[1]) is not taken[0]:
         return None
     perm = taken[1]
-    return taken[0] if is_ascending(_sort_of(perm)) and not writers(perm) else None
+    return taken[0] if is_ascending(sort_of(perm)) and not writers(perm) else None
 
 
-def _sort_of(perm: Any) -> Any:
+def sort_of(perm: Any) -> Any:
     return perm.args[0] if op_name(perm) == "getitem" else perm
 
 

@@ -48,19 +48,6 @@ class Step(NamedTuple):
     chunk: int = 0
 
 
-def _default_order(num_chunks: int, shared: str) -> tuple[Step, ...]:
-    order = [Step("dispatch", 0)]
-    for chunk in range(num_chunks):
-        if chunk + 1 < num_chunks:
-            order.append(Step("dispatch", chunk + 1))
-        if chunk == 0 and shared == "dispatch":
-            order.append(Step("shared"))
-        order += [Step("experts", chunk), Step("combine", chunk)]
-    if shared == "combine":
-        order.append(Step("shared"))
-    return tuple(order)
-
-
 @dataclass(frozen=True)
 class OverlapSchedule:
     """Runs chunks of tokens so that communication hides behind computation.
@@ -74,10 +61,6 @@ class OverlapSchedule:
         shared (str): shared experts run while the first chunks are dispatched
             (``"dispatch"``), or while the last chunk is combined (``"combine"``).
             Default: ``"dispatch"``
-        order (tuple[Step], optional): order of all parts. Every chunk is dispatched,
-            computed and combined once, in this order; ``Step("shared")`` comes
-            once. Equal on all ranks. Default: None (dispatch of chunk i + 1, experts of
-            chunk i, combine of chunk i, and so on)
 
     Results are those of one chunk, per token bit-equal if a row of the experts' kernel does
     not depend on others. Gradients of expert weights are sums over the
@@ -94,7 +77,6 @@ class OverlapSchedule:
 
     num_chunks: int = 2
     shared: Literal["dispatch", "combine"] = "dispatch"
-    order: tuple[Step, ...] | None = None
 
     def __post_init__(self) -> None:
         check_counts("OverlapSchedule", num_chunks=self.num_chunks)
@@ -103,27 +85,19 @@ class OverlapSchedule:
                 "OverlapSchedule: shared must be 'dispatch' or 'combine', "
                 f"got {self.shared!r}"
             )
-        if self.order is None:
-            return
-        wanted = {Step("shared")}
-        for chunk in range(self.num_chunks):
-            parts = [Step(p, chunk) for p in ("dispatch", "experts", "combine")]
-            wanted.update(parts)
-            at = [self.order.index(s) for s in parts if s in self.order]
-            if len(at) < 3 or at != sorted(at):
-                raise ValueError(
-                    "OverlapSchedule: order must dispatch, compute and combine chunk "
-                    f"{chunk} in this order, got {self.order}"
-                )
-        if set(self.order) != wanted or len(self.order) != len(wanted):
-            raise ValueError(
-                f"OverlapSchedule: order must have the parts of {self.num_chunks} "
-                f"chunks and one shared, each once, got {self.order}"
-            )
 
     def steps(self) -> tuple[Step, ...]:
         """The parts in the order in which they are issued."""
-        return self.order or _default_order(self.num_chunks, self.shared)
+        order = [Step("dispatch", 0)]
+        for chunk in range(self.num_chunks):
+            if chunk + 1 < self.num_chunks:
+                order.append(Step("dispatch", chunk + 1))
+            if chunk == 0 and self.shared == "dispatch":
+                order.append(Step("shared"))
+            order += [Step("experts", chunk), Step("combine", chunk)]
+        if self.shared == "combine":
+            order.append(Step("shared"))
+        return tuple(order)
 
     def __call__(
         self,

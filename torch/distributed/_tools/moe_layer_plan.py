@@ -173,15 +173,17 @@ def layer_chunks(
 
     Keyword Args:
         shared_f (int): width of the shared experts.
-        dtype, kernel (str): of the products, see :func:`experts`.
+        dtype (str): of the products, see :func:`experts`.
+        kernel (str): of the products; it and the next two have no meaning for a CPU.
         wire_dtype (str): of the rows on their way to the experts; bf16 returns.
         imbalance (float): heaviest rank over mean rank.
         candidates (sequence of int): chunks to compare.
-        exchange: ``domain``, ``algorithm`` and ``node_limit`` of :func:`all_to_all`.
+        exchange: ``domain``, ``algorithm`` and ``node_limit`` of :func:`all_to_all`, likewise.
     """
     check_layer("layer_chunks", tokens, d, f, num_experts, k, ep)
     if p.cpu is not None:
-        parts = functools.partial(cpu_parts, p, tokens, d, f, num_experts, k, ep)
+        args = (tokens, d, f, num_experts, k, ep)
+        parts = functools.partial(cpu_parts, p, *args, dtype=dtype)
         *_, shared = parts(1, shared_f=shared_f)
         return choose_chunks(lambda n: parts(n)[:3], shared, candidates)
 

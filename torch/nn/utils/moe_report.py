@@ -94,7 +94,7 @@ def load_report(
 
     Args:
         counts: ``(L, E)``, not negative: slots of each expert. Sums over ranks and steps of a ``bincount``
-            of the chosen ids will do, and so will averages such as ``LoadStats.result()``.
+            of the chosen ids will do, and so will averages such as ``ExpertPlacement.loads``.
         names: names of the L layers. Default: "0", "1", ...
         overflow: ``(L,)`` slots of ``counts`` that did not fit a capacity. Default: none
 
