@@ -9,14 +9,12 @@ from __future__ import annotations
 import json
 import runpy
 import sys
-from dataclasses import replace
 from typing import Any, TYPE_CHECKING
 
 import torch
 from torch.distributed._tools.moe_arguments import ArgumentParser, check, read_json
 from torch.distributed._tools.moe_config import MODELS, MoEConfig
 from torch.distributed._tools.moe_inference_model import cpu_table, inference_table
-from torch.distributed._tools.moe_memory_model import memory
 from torch.distributed._tools.moe_plan import Plan, plan
 from torch.distributed._tools.moe_profile import DEVICES, HELD_OUT_ERROR, profile
 from torch.distributed._tools.moe_simulator import expected_imbalance
@@ -87,41 +85,6 @@ def print_plan(found: Plan, note: str = "") -> None:
     print(f"torchtitan ParallelDims: {found.parallel_dims()}")
 
 
-def plot_plan(p: Profile, found: Plan, path: str) -> None:
-    """Draws the parts of a layer and the memory over EP. Needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    x, model = found.layout, found.model
-    limit = min(model.experts, x.gpus // x.pp)
-    degrees = [
-        e for e in (2**i for i in range(limit.bit_length())) if model.experts % e == 0
-    ]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    bottom = [0.0] * len(degrees)
-    kw = {"global_batch": found.global_batch, "seq": found.seq}
-    steps = [train_step(p, model, replace(x, ep=e), **kw) for e in degrees]
-    for part in steps[0].parts:
-        heights = [1e3 * s.parts[part] for s in steps]
-        left.bar([str(e) for e in degrees], heights, bottom=bottom, label=part)
-        bottom = [a + b for a, b in zip(bottom, heights)]
-    left.set(xlabel="EP", ylabel="ms a layer, forward and backward")
-    left.legend(fontsize=7)
-    sizes = [memory(model, replace(x, ep=e), **kw) for e in degrees]
-    bottom = [0.0] * len(degrees)
-    for part in sizes[0]._fields:
-        heights = [getattr(m, part) / 1e9 for m in sizes]
-        right.bar([str(e) for e in degrees], heights, bottom=bottom, label=part)
-        bottom = [a + b for a, b in zip(bottom, heights)]
-    right.axhline(p.device.memory / 1e9, color="k", ls="--", lw=1)
-    right.set(xlabel="EP", ylabel="GB a GPU")
-    right.legend(fontsize=7)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="python -m torch.distributed._tools.moe_planner",
@@ -153,7 +116,7 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--dtype", nargs="+", help="of products: bf16 fp8 mxfp8 nvfp4")
     parser.add_argument(
         "--load",
-        help="JSON list: load of every expert now, as LoadStats.result() has it",
+        help="JSON list: load of every expert now, as a row of ExpertPlacement.loads",
     )
     parser.add_number("--tokens", help="of a GPU, in inference (128); of a CPU's step")
     for name in FIXED[:-1]:
@@ -161,7 +124,6 @@ def _parser() -> ArgumentParser:
         parser.add_number(flag, help="fixed instead of chosen")
     parser.add_argument("--recompute", choices=("none", "selective", "full"))
     parser.add_argument("--json", help="write the result here; - for the terminal")
-    parser.add_argument("--plot", help="draw time and memory over EP into this file")
     return parser
 
 
@@ -169,7 +131,7 @@ FIXED = ("ep", "tp", "pp", "cp", "micro_batch", "domain", "graphs", "node_limit"
          "recompute")  # fmt: skip
 # Options of each kind of question beside the model and the device.
 TAKES = {
-    "training": {"gpus", "batch", "seq", "dtype", "load", "plot", *FIXED},
+    "training": {"gpus", "batch", "seq", "dtype", "load", *FIXED},
     "inference": {"gpus", "seq", "dtype", "load", "tokens", "ep", "domain"},
     "a CPU": {"tokens"},
     "--explain-memory": {"batch", "seq", "recompute", "explain_memory"},
@@ -305,8 +267,6 @@ def _train(args: Any, model: MoEConfig, p: Profile) -> None:
     if args.json != "-":
         print_plan(found, "" if args.batch else " (16 a GPU, the default of --batch)")
     _write(args.json, found.to_json())
-    if args.plot:
-        plot_plan(p, found, args.plot)
 
 
 def _write(path: str | None, data: dict[str, Any]) -> None:
