@@ -75,7 +75,10 @@ def test_every_verb_has_help_with_an_example(verb):
         (["refresh", "--upstream", "."], "give either a PR or --regenerate-shims"),
         (["test", "--upstream"], "requires an argument"),
         (["test", "--json", "x.json"], "--json goes with --upstream"),
-        (["test", "--upstream", ".", "--series", "moe-core"], "give either --upstream or"),
+        (
+            ["test", "--upstream", ".", "--series", "moe-core"],
+            "give either --upstream or",
+        ),
     ],
 )
 def test_wrong_arguments(monkeypatch, capsys, arguments, expected):

@@ -19,7 +19,6 @@ from torch.distributed._tools.moe_plan import Plan, plan
 from torch.distributed._tools.moe_profile import DEVICES, HELD_OUT_ERROR, profile
 from torch.distributed._tools.moe_simulator import expected_imbalance
 from torch.distributed._tools.moe_step_memory import explain_memory
-from torch.distributed._tools.moe_step_model import train_step
 
 
 if TYPE_CHECKING:
