@@ -436,13 +436,13 @@ def _clamped(node: Any) -> tuple[Any, float | None, float | None]:
     return node, low, high
 
 
-def _are_limits(
+def _common_limit(
     low: float | None, high: float | None, up_low: float | None, up_high: float | None
-) -> bool:
-    """Whether the gate is clamped from above, and up from both sides, by one limit."""
+) -> float | None:
+    """What clamps the gate from above and up from both sides, if it is one number."""
     if low is not None or high is None or not 0 < high < math.inf:
-        return False
-    return (up_low, up_high) == (-high, high)
+        return None
+    return float(high) if (up_low, up_high) == (-high, high) else None
 
 
 def _half(node: Any) -> tuple[Any, int, bool] | None:
@@ -595,8 +595,9 @@ def _oai(node: Any) -> ActivationMatch | None:
                         continue
                     x, low, high = _clamped(gate)
                     u, up_low, up_high = _clamped(up)
-                    if _are_limits(low, high, up_low, up_high):
-                        options = {"alpha": float(number(alpha)), "limit": float(high)}
+                    limit = _common_limit(low, high, up_low, up_high)
+                    if limit is not None:
+                        options = {"alpha": float(number(alpha)), "limit": limit}
                         return _gated("swiglu_oai", x, u, **options)
     return None
 
@@ -612,10 +613,11 @@ def activation_of(node: Any) -> ActivationMatch | None:
         name = _GATED[inner[0]]
         gate, low, high = _clamped(inner[1])
         u, up_low, up_high = _clamped(up)
+        limit = _common_limit(low, high, up_low, up_high)
         if (low, high, up_low, up_high) == (None,) * 4:
             found = _gated(name, gate, u)
-        elif name in _CLAMPED and _are_limits(low, high, up_low, up_high):
-            found = _gated(name, gate, u, limit=float(high))
+        elif name in _CLAMPED and limit is not None:
+            found = _gated(name, gate, u, limit=limit)
         else:
             continue
         if found is not None:
