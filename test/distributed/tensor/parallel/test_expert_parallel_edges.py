@@ -55,13 +55,6 @@ OPTIONS = [
 ]
 
 
-class GivenMoE(nn.MoE):
-    """Takes the routing it is given."""
-
-    def route(self, input):
-        return None, *self.given
-
-
 class GroupedExperts(nn.Module):
     """Rows in expert order and counts, in ops that can be differentiated twice."""
 
