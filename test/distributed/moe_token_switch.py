@@ -22,7 +22,6 @@ from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
 from torch.testing._internal.common_moe import has_cpu_kernel, NoHostSyncMode
 from torch.testing._internal.common_utils import TestCase
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.moe_generators import MoeCase, MoeOperands
 from torch.testing._internal.moe_reference import check_close, REFERENCE, UNFUSED
 
@@ -297,7 +296,7 @@ def run_on_local_ranks(
         make_switch (callable): makes the switch, called with a fake process group.
         shares (list[int], optional): tokens of each rank; equal parts by default.
     """
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    dist.init_process_group("fake", rank=0, world_size=ranks)
     try:
         with LocalTensorMode(ranks):
 

@@ -14,7 +14,6 @@ from torch.testing._internal.common_utils import (
     run_tests,
     TestCase,
 )
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 W, E, K, D, T = 4, 8, 3, 5, 6
@@ -37,14 +36,14 @@ def routing(name):
 class TestExchange(TestCase):
     def setUp(self):
         super().setUp()
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=W)
+        dist.init_process_group("fake", rank=0, world_size=W)
         self.addCleanup(dist.destroy_process_group)
 
     def test_the_name_of_a_destroyed_group_is_used_again(self):
         exchange = Exchange(dist.group.WORLD, E, None, level="flat")
         self.assertIs(exchange.group, dist.group.WORLD)
         dist.destroy_process_group()
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        dist.init_process_group("fake", rank=0, world_size=2)
         self.assertEqual(dist.group.WORLD.group_name, exchange.group_name)
         with self.assertRaisesRegex(RuntimeError, r"\[0, 1, 2, 3\] was destroyed"):
             exchange.group
