@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed._moe.all_to_all import TokenSwitchAllToAll
+from torch.distributed._moe.payload import decode, encode
 from torch.testing._internal.common_moe import has_cpu_kernel, NoHostSyncMode
 from torch.testing._internal.common_utils import TestCase
 from torch.testing._internal.moe_generators import MoeCase, MoeOperands
@@ -100,6 +101,11 @@ class Truth:
         exact = exact and has_cpu_kernel()
         if exact and not torch.equal(got, getattr(self.one_rank, name)[part]):
             raise AssertionError(f"{name} has not the bits of one rank")
+
+    def check_all(self, got: Result, *, exact: bool) -> None:
+        """Checks the results of all tokens and experts."""
+        for name, value in vars(got).items():
+            self.check(name, value, slice(None), exact=exact and name in EXACT)
 
 
 def leaves_of(
@@ -236,6 +242,37 @@ class TokenSwitchTest(GlooTest):
             dist.all_reduce(total, group=copies)
             truth.check(name, total, experts)
 
+    def check_matches_one_rank(
+        self,
+        make_switch: Callable[..., TokenSwitchAllToAll],
+        routing: str,
+        combine: str,
+        ep: int = 4,
+    ) -> None:
+        """Compares every share of the tokens, in two dtypes, with one rank."""
+        for dtype in (torch.float32, torch.bfloat16):
+            want = truth(routing, dtype)
+            E = want.operands.w_in.shape[0]
+            for share in SHARES:
+                part = self.part(ep, share, E)
+                switch = make_switch(num_experts=E, combine=combine)
+                got = self.run_switch(switch, want.operands, *part)
+                self.check(got, want, *part, exact=combine == "exact", ep=ep)
+
+    def check_rounded_once(
+        self, make_switch: Callable[..., TokenSwitchAllToAll], dtype: torch.dtype
+    ) -> None:
+        """A switch that sends ``dtype`` gives the bits of one rank with rounded inputs."""
+        operands = CASE.operands()
+        tokens, experts = self.part(4, "gaps")
+        switch = make_switch(combine="exact", wire_dtype=dtype)
+        got = self.run_switch(switch, operands, tokens, experts)
+        rounded = decode(encode(operands.input, dtype), dtype, 16, torch.float32)
+        whole = one_rank(dataclasses.replace(operands, input=rounded))
+        for name in EXACT:
+            want = getattr(whole, name)[tokens]
+            self.assertTrue(torch.equal(getattr(got, name), want), name)
+
     def check_static(
         self,
         make_switch: Callable[..., TokenSwitchAllToAll],
@@ -282,6 +319,28 @@ class OneRankCompileTest(TestCase):
         )
         config.__enter__()
         self.addCleanup(config.__exit__, None, None, None)
+
+    def check_bits(
+        self,
+        switch: TokenSwitchAllToAll,
+        compiled: Callable[..., Tensor],
+        layer: Callable[..., Tensor] = run_layer,
+    ) -> None:
+        """Compares ``compiled`` with ``layer``, also if nothing is sent and all sizes are 0."""
+        for routing in ("uniform", "sentinels", "one_expert", "none"):
+            operands = local_truth("uniform" if routing == "none" else routing).operands
+            ids = operands.topk_indices
+            if routing == "none":
+                ids = torch.full_like(ids, -1)
+            results = []
+            for run in (layer, compiled):
+                leaves = leaves_of(operands)
+                y = run(switch, ids, *leaves)
+                y.backward(operands.grad_out)
+                switch.check_overflow()
+                results.append([y.detach(), *(t.grad for t in leaves)])
+            for want, got in zip(*results, strict=True):
+                self.assertTrue(torch.equal(want, got), routing)
 
 
 def run_on_local_ranks(

@@ -1,29 +1,23 @@
 # Owner(s): ["oncall: distributed"]
 
-import dataclasses
 import functools
 
 from moe_placement import deduplicated_rows
 from moe_token_switch import (
     CASE,
-    EXACT,
     host_reads,
-    leaves_of,
     local_truth,
     metadata_bytes,
-    one_rank,
+    OneRankCompileTest,
     run_layer,
     run_on_local_ranks,
-    SHARES,
     TokenSwitchTest,
     truth,
 )
 
 import torch
-import torch.distributed as dist
 from torch.distributed._moe.all_to_all import grow_and_rerun, TokenSwitchHierarchical
 from torch.distributed._moe.exchange import count_wire_bytes
-from torch.distributed._moe.payload import decode, encode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -43,14 +37,7 @@ class TestHierarchical(TokenSwitchTest):
     @parametrize("routing", list(ROUTINGS))
     @parametrize("combine", ["reduce", "exact"])
     def test_matches_one_rank(self, routing, combine):
-        for dtype in (torch.float32, torch.bfloat16):
-            want = truth(routing, dtype)
-            E = want.operands.w_in.shape[0]
-            for share in SHARES:
-                tokens, experts = self.part(4, share, E)
-                switch = self.switch(E, combine=combine)
-                got = self.run_switch(switch, want.operands, tokens, experts)
-                self.check(got, want, tokens, experts, exact=combine == "exact")
+        self.check_matches_one_rank(self.switch, routing, combine)
 
     @parametrize("nodes", [1, 4])
     def test_one_node_and_nodes_of_one_rank(self, nodes):
@@ -124,16 +111,7 @@ class TestHierarchical(TokenSwitchTest):
                     self.assertLessEqual(payload + scales, 0.52 * bf16)
 
     def test_wire_dtype_rounds_the_rows_once(self):
-        operands, dtype = CASE.operands(), torch.float8_e4m3fn
-        tokens, experts = self.part(4, "gaps")
-        got = self.run_switch(
-            self.switch(combine="exact", wire_dtype=dtype), operands, tokens, experts
-        )
-        rounded = decode(encode(operands.input, dtype), dtype, 16, torch.float32)
-        whole = one_rank(dataclasses.replace(operands, input=rounded))
-        for name in EXACT:
-            want = getattr(whole, name)[tokens]
-            self.assertTrue(torch.equal(getattr(got, name), want), name)
+        self.check_rounded_once(self.switch, torch.float8_e4m3fn)
 
     @parametrize("capacity", [None, (17, 17)])
     def test_host_reads(self, capacity):
@@ -180,35 +158,15 @@ class TestHierarchical(TokenSwitchTest):
 
 
 @instantiate_parametrized_tests
-class TestHierarchicalCompile(TestCase):
-    """Runs on one rank, because compiling on four takes four times as long."""
-
-    @parametrize("capacity", [None, (17, 17)])
+class TestHierarchicalCompile(OneRankCompileTest):
+    @parametrize("capacity", [None, (128, 128)])
     def test_compiles_as_one_graph(self, capacity):
-        torch._dynamo.reset()
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        self.addCleanup(dist.destroy_process_group)
-        switch = TokenSwitchHierarchical(
-            init_device_mesh("cpu", (1, 1)),
-            8,
-            combine="exact" if capacity is None else "reduce",
-            capacity=capacity,
+        mesh = init_device_mesh("cpu", (1, 1))
+        combine = "exact" if capacity is None else "reduce"
+        switch = TokenSwitchHierarchical(mesh, 64, combine=combine, capacity=capacity)
+        self.check_bits(
+            switch, torch.compile(run_layer, backend="aot_eager", fullgraph=True)
         )
-        with torch._dynamo.config.patch(
-            capture_scalar_outputs=True, error_on_recompile=True
-        ):
-            compiled = torch.compile(run_layer, backend="aot_eager", fullgraph=True)
-            for routing in ("uniform", "sentinels", "one_expert"):
-                operands = truth(routing).operands
-                results = []
-                for layer in (run_layer, compiled):
-                    leaves = leaves_of(operands)
-                    y = layer(switch, operands.topk_indices, *leaves)
-                    y.backward(operands.grad_out)
-                    switch.check_overflow()
-                    results.append([y.detach(), *(t.grad for t in leaves)])
-                for want, got in zip(*results):
-                    self.assertTrue(torch.equal(want, got), routing)
 
 
 @instantiate_parametrized_tests
@@ -223,10 +181,7 @@ class TestHierarchicalLocalRanks(TestCase):
             return TokenSwitchHierarchical(mesh, 64, combine=combine, capacity=capacity)
 
         got = run_on_local_ranks(nodes * per_node, want.operands, make, shares)
-        for field in dataclasses.fields(got):
-            name = field.name
-            exact = combine == "exact" and name in EXACT
-            want.check(name, getattr(got, name), slice(None), exact=exact)
+        want.check_all(got, exact=combine == "exact")
 
     @parametrize("routing", list(ROUTINGS))
     @parametrize(

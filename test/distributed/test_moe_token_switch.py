@@ -10,7 +10,6 @@ from moe_token_switch import (
     host_reads,
     one_rank,
     run_layer,
-    SHARES,
     truth,
 )
 
@@ -24,7 +23,6 @@ from torch.distributed._moe.all_to_all import (
     TokenSwitchHierarchical,
 )
 from torch.distributed._moe.groups import group_timeout, sub_group
-from torch.distributed._moe.payload import decode, encode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.common_moe import NoHostSyncMode
 from torch.testing._internal.common_utils import (
@@ -62,15 +60,8 @@ class TestAllToAll(AllToAllTest):
     @parametrize("ep", [1, 2, 4])
     @parametrize("combine", ["reduce", "exact"])
     def test_matches_one_rank(self, routing, ep, combine):
-        for dtype in (torch.float32, torch.bfloat16):
-            want = truth(routing, dtype)
-            E = want.operands.w_in.shape[0]
-            for share in SHARES:
-                tokens, experts = self.part(ep, share, E)
-                switch = self.switch(ep, E, combine=combine)
-                got = self.run_switch(switch, want.operands, tokens, experts)
-                exact = combine == "exact"
-                self.check(got, want, tokens, experts, exact=exact, ep=ep)
+        switch = functools.partial(self.switch, ep)
+        self.check_matches_one_rank(switch, routing, combine, ep)
 
     @parametrize("combine", ["reduce", "exact"])
     def test_static_gives_the_compact_bits(self, combine):
@@ -126,16 +117,7 @@ class TestAllToAll(AllToAllTest):
 
     @parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
     def test_wire_dtype_rounds_the_rows_once(self, dtype):
-        operands = CASE.operands()
-        tokens, experts = self.part(4, "gaps")
-        got = self.run_switch(
-            self.switch(combine="exact", wire_dtype=dtype), operands, tokens, experts
-        )
-        rounded = decode(encode(operands.input, dtype), dtype, 16, torch.float32)
-        whole = one_rank(dataclasses.replace(operands, input=rounded))
-        for name in ("output", "grad_input", "grad_weights"):
-            want = getattr(whole, name)[tokens]
-            self.assertTrue(torch.equal(getattr(got, name), want), name)
+        self.check_rounded_once(self.switch, dtype)
 
     def test_all_gather_for_decoding(self):
         """Any number of tokens up to the bound uses buffers that never move."""
