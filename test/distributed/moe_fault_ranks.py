@@ -1,6 +1,7 @@
 """What tests of faults share: their ranks are no tests, and import little."""
 
 import argparse
+import contextlib
 import datetime
 import faulthandler
 import importlib
@@ -8,6 +9,9 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -56,6 +60,16 @@ def fork_ranks(count, run_rank, logs) -> list[int]:
     return pids
 
 
+def forked(count, run_rank, wait) -> tuple:
+    """What ``wait(pids)`` returns for ranks as of ``fork_ranks``, and what each rank wrote."""
+    with contextlib.ExitStack() as stack:
+        # Unnamed files, because a rank that exits through these frames must not remove them.
+        logs = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(count)]
+        result = wait(fork_ranks(count, run_rank, logs))
+        paths = [Path(f"/proc/self/fd/{log.fileno()}") for log in logs]
+        return result, [path.read_text(errors="replace") for path in paths]
+
+
 def wait_for_ranks(pids: list[int], seconds: float) -> list[int | None]:
     """Exit codes; None for a rank that hangs, which says where in its log and is killed."""
     codes, end = {}, time.monotonic() + seconds
@@ -93,3 +107,16 @@ def run_seeds(description, run_seed) -> int:
             with args.log.open("a") as log:
                 log.write(json.dumps(row) + "\n")
     return 1 if bad else 0
+
+
+def check_seeds(test, file, count, timeout=None, **env) -> None:
+    """Fails unless ``run_seeds`` of the program ``file`` finds no problem with ``count`` seeds."""
+    done = subprocess.run(
+        [sys.executable, os.path.abspath(file), "--seeds", "0", str(count)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | env,
+    )
+    test.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+    test.assertEqual(len(done.stdout.splitlines()), count)

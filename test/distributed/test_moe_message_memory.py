@@ -16,12 +16,10 @@ import contextlib
 import datetime
 import os
 import random
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
-from pathlib import Path
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -37,7 +35,8 @@ from torch.distributed.tensor.parallel import (
 sys.path.append(os.path.dirname(os.path.abspath(__file__)))
 
 from moe_fault_ranks import (  # noqa: E402
-    fork_ranks,
+    check_seeds,
+    forked,
     free_port,
     init_ranks,
     run_seeds,
@@ -241,15 +240,8 @@ def run_rank(rank, port, seed):
 def run_seed(seed):
     """What happened, in the parent."""
     start, port = time.monotonic(), free_port()
-    with contextlib.ExitStack() as stack:
-        # Unnamed files, because a rank that exits through these frames must not remove them.
-        logs = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(RANKS)]
-        pids = fork_ranks(RANKS, lambda rank: run_rank(rank, port, seed), logs)
-        codes = wait_for_ranks(pids, DEADLINE)
-        texts = [
-            Path(f"/proc/self/fd/{log.fileno()}").read_text(errors="replace")
-            for log in logs
-        ]
+    run = partial(run_rank, port=port, seed=seed)
+    codes, texts = forked(RANKS, run, partial(wait_for_ranks, seconds=DEADLINE))
     problems = []
     for rank, (code, text) in enumerate(zip(codes, texts)):
         if code or FINISHED not in text or any(c in text for c in COMPLAINTS):
@@ -263,15 +255,8 @@ def run_seed(seed):
 
 class TestMessageMemory(TestCase):
     def test_seeds(self):
-        done = subprocess.run(
-            [sys.executable, os.path.abspath(__file__), "--seeds", "0", "2"],
-            capture_output=True,
-            text=True,
-            # glibc's own checks: freed memory is overwritten, and a second free ends the process.
-            env=os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_PERTURB_": "165"},
-        )
-        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
-        self.assertEqual(len(done.stdout.splitlines()), 2)
+        # glibc's own checks: freed memory is overwritten, and a second free ends the process.
+        check_seeds(self, __file__, 2, MALLOC_PERTURB_="165")
 
 
 if __name__ == "__main__":

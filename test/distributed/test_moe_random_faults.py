@@ -16,11 +16,10 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
-import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,7 +32,8 @@ from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module
 sys.path.append(os.path.dirname(os.path.abspath(__file__)))
 
 from moe_fault_ranks import (  # noqa: E402
-    fork_ranks,
+    check_seeds,
+    forked,
     free_port,
     init_ranks,
     run_seeds,
@@ -241,15 +241,8 @@ def problems(
 def run_seed(seed: int) -> dict[str, object]:
     """Forks the ranks of a seed. Returns what happened, in the parent."""
     plan, port, start = Plan(seed), free_port(), time.monotonic()
-    with contextlib.ExitStack() as stack:
-        # An unnamed file, because a rank that exits through these frames must not remove it.
-        logs = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(RANKS)]
-        pids = fork_ranks(RANKS, lambda rank: run_rank(rank, port, plan), logs)
-        codes, no_core = wait_for_all(pids, plan)
-        texts = [
-            Path(f"/proc/self/fd/{log.fileno()}").read_text(errors="replace")
-            for log in logs
-        ]
+    run = partial(run_rank, port=port, plan=plan)
+    (codes, no_core), texts = forked(RANKS, run, partial(wait_for_all, plan=plan))
     reports = [{} for _ in texts]
     for report, text in zip(reports, texts):
         for line in re.findall("(?m)^{.*}$", text):
@@ -272,16 +265,8 @@ class TestRandomFaults(TestCase):
     # test_moe_faults.py has each fault once, at a moment that counts.
     @slowTest
     def test_all_ranks_finish_or_say_what_was_lost(self):
-        command = [sys.executable, os.path.abspath(__file__), "--seeds", "0"]
-        done = subprocess.run(
-            [*command, str(len(FAULTS))],
-            capture_output=True,
-            text=True,
-            timeout=len(FAULTS) * DEADLINE,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
-        self.assertEqual(len(done.stdout.splitlines()), len(FAULTS))
+        count = len(FAULTS)
+        check_seeds(self, __file__, count, timeout=count * DEADLINE)
 
 
 if __name__ == "__main__":

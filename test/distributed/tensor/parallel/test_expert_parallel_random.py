@@ -10,7 +10,6 @@ are made again, and the same must hold for another draw in the same processes.
 Ranks are forked from a process that has imported torch, what takes longest.
 """
 
-import contextlib
 import copy
 import datetime
 import functools
@@ -20,7 +19,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -50,7 +48,12 @@ from torch.utils.checkpoint import (
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from moe_fault_ranks import fork_ranks, run_seeds, wait_for_ranks  # noqa: E402
+from moe_fault_ranks import (  # noqa: E402
+    check_seeds,
+    forked,
+    run_seeds,
+    wait_for_ranks,
+)
 
 
 if "--seeds" in sys.argv:
@@ -568,11 +571,9 @@ def run_rank(rank, seed, folder):
 def run_seed(seed):
     """What happened, in the parent."""
     start, folder = time.monotonic(), tempfile.mkdtemp(prefix="moe_random_")
-    with contextlib.ExitStack() as stack:
-        ranks = range(Plan(seed, 0).ranks)
-        logs = [stack.enter_context(open(f"{folder}/log{rank}", "w")) for rank in ranks]
-        pids = fork_ranks(len(ranks), lambda rank: run_rank(rank, seed, folder), logs)
-        codes, problems = wait_for_ranks(pids, DEADLINE), []
+    run = functools.partial(run_rank, seed=seed, folder=folder)
+    wait = functools.partial(wait_for_ranks, seconds=DEADLINE)
+    (codes, texts), problems = forked(Plan(seed, 0).ranks, run, wait), []
     for rank, code in enumerate(codes):
         report = Path(f"{folder}/rank{rank}.json")
         said = (
@@ -587,8 +588,7 @@ def run_seed(seed):
     }
     row["what"] = [Plan(seed, part).describe() for part in range(2)]
     if problems:
-        logs = sorted(Path(folder).glob("log*"))
-        row["output"] = [log.read_text(errors="replace") for log in logs]
+        row["output"] = texts
     shutil.rmtree(folder)
     return row
 
@@ -603,14 +603,7 @@ class TestRandomCompositions(TestCase):
 
     def test_seeds(self):
         count = int(os.environ.get("MOE_RANDOM_COMPOSITIONS", "5"))
-        done = subprocess.run(
-            [sys.executable, os.path.abspath(__file__), "--seeds", "0", str(count)],
-            capture_output=True,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
-        self.assertEqual(len(done.stdout.splitlines()), count)
+        check_seeds(self, __file__, count)
 
 
 if __name__ == "__main__":
