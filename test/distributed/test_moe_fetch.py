@@ -33,6 +33,27 @@ TOPOLOGY = Topology(2, 2, 4)
 EXPERTS = ("w_in", "w_out")
 
 
+class PlacedTest(GlooTest):
+    """What test_moe_fetch_ahead.py needs too."""
+
+    def batch(self, step):
+        g = torch.Generator().manual_seed(step)
+        return torch.randn(TOKENS, D, generator=g, dtype=torch.float64)
+
+    def sum_gradients(self, model, group=None):
+        for p in model.parameters():
+            if not isinstance(p, DTensor):
+                dist.all_reduce(p.grad, group=group)
+
+    def check_same(self, model, whole, attribute=None):
+        for name, p in model.named_parameters():
+            value, want = p, whole.get_parameter(name)
+            if attribute is not None:
+                value, want = getattr(p, attribute), getattr(want, attribute)
+            value = value.full_tensor() if isinstance(value, DTensor) else value
+            self.assertEqual(value, want, atol=1e-9, rtol=1e-9, msg=name)
+
+
 @instantiate_parametrized_tests
 class TestFetch(GlooTest):
     @staticmethod
@@ -113,7 +134,7 @@ class Model(nn.Module):
 
 
 @instantiate_parametrized_tests
-class TestPlacedTraining(GlooTest):
+class TestPlacedTraining(PlacedTest):
     """What users add to a training loop, with plans that change in every step."""
 
     def pair(self, ranks=4, style=None, **options):
@@ -144,25 +165,11 @@ class TestPlacedTraining(GlooTest):
             torch.optim.SGD(rest, lr=1e-2, momentum=0.9),
         ]
 
-    def batch(self, step):
-        g = torch.Generator().manual_seed(step)
-        return torch.randn(TOKENS, D, generator=g, dtype=torch.float64)
-
     def backward(self, model, x, scale=1.0, group=None):
         y = model(x)
         ((y - x.roll(1, -1)).square().sum() * scale / TOKENS).backward()
         if group is not None:
-            for p in model.parameters():
-                if not isinstance(p, DTensor):
-                    dist.all_reduce(p.grad, group=group)
-
-    def check_same(self, model, whole, attribute=None):
-        for name, p in model.named_parameters():
-            value, want = p, whole.get_parameter(name)
-            if attribute == "grad":
-                value, want = p.grad, want.grad
-            value = value.full_tensor() if isinstance(value, DTensor) else value
-            self.assertEqual(value, want, atol=1e-9, rtol=1e-9, msg=name)
+            self.sum_gradients(model, group)
 
     def train(self, ranks, steps, recompute=None, **style):
         """Compares clipping, weight decay, three optimizers and an EMA with one process."""

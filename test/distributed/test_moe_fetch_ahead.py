@@ -6,8 +6,8 @@ import copy
 import functools
 from unittest import mock
 
-from moe_gloo import GlooTest
 from moe_placement import any_plan, place_experts
+from test_moe_fetch import D, E, EXPERTS, H, K, PlacedTest, TOKENS, TOPOLOGY
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed._moe.exchange import count_wire_bytes
 from torch.distributed._moe.fetch import Copies, Fetcher
 from torch.distributed._moe.payload import decode, encode
-from torch.distributed._moe.plan import Plan, Topology
+from torch.distributed._moe.plan import Plan
 from torch.distributed._moe.recompute import save_communication
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ExpertPlacement
@@ -27,11 +27,6 @@ from torch.testing._internal.common_utils import (
 )
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
-
-
-D, H, E, K, TOKENS = 16, 12, 8, 2, 24
-TOPOLOGY = Topology(2, 2, 4)
-EXPERTS = ("w_in", "w_out")
 
 
 class Model(nn.Module):
@@ -68,7 +63,7 @@ RECOMPUTE = {
 
 
 @instantiate_parametrized_tests
-class TestFetchAhead(GlooTest):
+class TestFetchAhead(PlacedTest):
     def pair(self, style=None, **options):
         torch.manual_seed(0)
         whole = Model().double()
@@ -81,29 +76,12 @@ class TestFetchAhead(GlooTest):
         for i, layer in enumerate(placement.layers):
             layer.use(any_plan(TOPOLOGY, E, 10 * seed + i))
 
-    def batch(self, step):
-        g = torch.Generator().manual_seed(step)
-        return torch.randn(TOKENS, D, generator=g, dtype=torch.float64)
-
     def loss(self, model, step):
         x = self.batch(step)
         if any(isinstance(p, DTensor) for p in model.parameters()):
             x = x[6 * self.rank : 6 * self.rank + 6]
         x = x.requires_grad_()  # for reentrant checkpoints
         return (model(x) - x.roll(1, -1)).square().sum() / TOKENS
-
-    def sum_gradients(self, model):
-        for p in model.parameters():
-            if not isinstance(p, DTensor):
-                dist.all_reduce(p.grad)
-
-    def check_same(self, model, whole, attribute=None):
-        for name, p in model.named_parameters():
-            value, want = p, whole.get_parameter(name)
-            if attribute is not None:
-                value, want = getattr(p, attribute), getattr(want, attribute)
-            value = value.full_tensor() if isinstance(value, DTensor) else value
-            self.assertEqual(value, want, atol=1e-9, rtol=1e-9, msg=name)
 
     def optimizers(self, model):
         experts = [p for p in model.parameters() if p.dim() == 3]
