@@ -4,40 +4,35 @@
 import unittest.mock
 
 import torch
-import torch.distributed as dist
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor, DTensor, Replicate
 from torch.distributed.tensor._ops import _moe_ops
 from torch.distributed.tensor._ops.strategy_validation import compare_operator
-from torch.testing._internal.common_moe import mark_sizes_unbacked
+from torch.testing._internal.common_moe import FakeRanksTest, mark_sizes_unbacked
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
     run_tests,
-    TestCase,
 )
 from torch.testing._internal.opinfo.definitions.moe import op_db
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 
-class TestMoeShardingRules(TestCase):
-    def setUp(self):
-        super().setUp()
-        dist.init_process_group("fake", rank=0, world_size=2)
-        self.addCleanup(dist.destroy_process_group)
+class ShardingRulesTest(FakeRanksTest):
+    """Checks of the ops of an OpInfo database."""
 
-    @parametrize("name", ("_moe_mlp", "_moe_mlp_backward"))
-    def test_rules_are_confirmed(self, name):
-        # On the samples whose hidden units two ranks can share.
+    world_size = 2
+
+    def check_confirmed(self, name, samples):
+        """The rules must be right on as many samples as two ranks can share."""
         stats = compare_operator(name, incorrect_only=True)
         self.assertFalse(stats.no_dtensor_support)
         self.assertEqual(stats.false_positives, [])
-        self.assertEqual(stats.true_positives, 2)
+        self.assertEqual(stats.true_positives, samples)
 
-    @parametrize("name", ("_moe_mlp", "_moe_mlp_backward"))
-    def test_sizes_that_are_data(self, name):
-        # As test_dtensor_ops.py does: no size is known, so neither is whether w_in has gates.
+    def check_sizes_that_are_data(self, op_db, name):
+        """As test_dtensor_ops.py does: no size is known, so neither is whether w_in has gates."""
         op = next(op for op in op_db if op.name == name)
         mesh = init_device_mesh("cpu", (2,))
         for sample in op.sample_inputs("cpu", torch.float32):
@@ -52,6 +47,16 @@ class TestMoeShardingRules(TestCase):
             actual = tree_map_only(DTensor, DTensor.to_local, compiled(*args, **kwargs))
             expected = op(sample.input, *sample.args, **sample.kwargs)
             self.assertEqual(actual, expected)
+
+
+class TestMoeShardingRules(ShardingRulesTest):
+    @parametrize("name", ("_moe_mlp", "_moe_mlp_backward"))
+    def test_rules_are_confirmed(self, name):
+        self.check_confirmed(name, 2)
+
+    @parametrize("name", ("_moe_mlp", "_moe_mlp_backward"))
+    def test_sizes_that_are_data(self, name):
+        self.check_sizes_that_are_data(op_db, name)
 
     @parametrize("name", ("_moe_mlp", "_moe_mlp_backward", "nn.functional.moe_mlp"))
     def test_samples_of_local_tensors(self, name):
