@@ -3,6 +3,7 @@
 
 import torch
 import torch.nn.functional as F
+from torch.testing._internal.common_moe import RecordOps
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -135,17 +136,11 @@ class TestMoeAutocast(TestCase):
         tensors, topk_indices = operands()
         tensors["w_in"].requires_grad_()
         tensors["w_out"].requires_grad_()
-        casts = []
-
-        class CountCasts(torch.utils._python_dispatch.TorchDispatchMode):
-            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-                if func is torch.ops.aten._to_copy.default:
-                    casts.append(tuple(args[0].shape))
-                return func(*args, **(kwargs or {}))
-
-        with torch.autocast("cpu", torch.bfloat16), CountCasts():
+        with torch.autocast("cpu", torch.bfloat16), RecordOps() as record:
             F.moe_mlp(topk_indices=topk_indices, **tensors)
             F.moe_mlp(topk_indices=topk_indices, **tensors)
+        cast = torch.ops.aten._to_copy.default
+        casts = [tuple(x.shape) for op, _, x in record.calls if op is cast]
         self.assertEqual(casts.count((E, 2 * H, D)), 1)
         self.assertEqual(casts.count((E, D, H)), 1)
         self.assertEqual(casts.count((T, K)), 0)

@@ -12,6 +12,7 @@ from torch.testing._internal.common_moe import (
     backends_of,
     call_composite,
     num_threads,
+    RecordOps,
     with_backward,
 )
 from torch.testing._internal.common_utils import (
@@ -21,33 +22,20 @@ from torch.testing._internal.common_utils import (
     TestCase,
 )
 from torch.testing._internal.moe_generators import MoeCase
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
 _moe_mlp, _moe_mlp_backward = with_backward("_moe_mlp")
 
 
-class Seen(TorchDispatchMode):
-    """Names of the ops that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.add(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 def ops_of_both(dim, dtype):
     """Names of the ops in forward and backward."""
     case = MoeCase("ops", num_tokens=13, num_experts=4, top_k=2, dim=dim, hidden=24)
     ops = case.operands(dtype)
-    with Seen() as seen:
+    with RecordOps() as seen:
         _, preact = call_composite(_moe_mlp, *ops.args())
-        args = (*ops.args(), *[None] * (10 - len(ops.args())))
-        call_composite(_moe_mlp_backward, ops.grad_out, *args, preact, [True] * 7)
+        args = (ops.grad_out, *ops.args(), preact, [True] * 7)
+        call_composite(_moe_mlp_backward, *args)
     return seen.names
 
 
@@ -87,11 +75,11 @@ class TestMoeMlpComposite(TestCase):
             w_in.copy_(ops.w_in)
             self.assertEqual(w_in.storage_offset(), 0)
             self.assertEqual(w_in.data_ptr() % 16, shift)
-            with Seen() as seen:
+            with RecordOps() as seen:
                 out, _ = call_composite(
                     _moe_mlp, *dataclasses.replace(ops, w_in=w_in).args()
                 )
-            self.assertEqual({"_grouped_mm", "mm"} & seen.names, {name})
+            self.assertEqual({"_grouped_mm", "mm"}.intersection(seen.names), {name})
             self.assertEqual(out, expected)
 
     @parametrize("storage", ("dense", "odd_stride", "transposed"))
@@ -105,21 +93,16 @@ class TestMoeMlpComposite(TestCase):
         elif storage == "transposed":
             w_in = w_in.mT.contiguous().mT
         args = dataclasses.replace(ops, w_in=w_in).args()
-        args = (*args, *[None] * (10 - len(args)))
         _, preact = call_composite(_moe_mlp, *args)
         mask = [False, True, True, *[False] * 4]
-        made = {}  # by address, what is as large as a weight and larger than the rows
-
-        class Made(TorchDispatchMode):
-            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-                result = func(*args, **(kwargs or {}))
-                for x in tree_leaves(result):
-                    if isinstance(x, Tensor) and x.numel() >= ops.w_out.numel():
-                        made[x.untyped_storage().data_ptr()] = x
-                return result
-
-        with Made():
+        with RecordOps() as record:
             call_composite(_moe_mlp_backward, ops.grad_out, *args, preact, mask)
+        # By address, what is as large as a weight and larger than the rows.
+        made = {
+            x.untyped_storage().data_ptr()
+            for x in tree_leaves(record.calls)
+            if isinstance(x, Tensor) and x.numel() >= ops.w_out.numel()
+        }
         # The gradients, and where the weight has other strides than the product a copy.
         self.assertEqual(len(made), 3 if storage == "transposed" else 2)
 
@@ -127,42 +110,26 @@ class TestMoeMlpComposite(TestCase):
         # Activations are, at most; a copy of all weights in every step is what w_up saves.
         case = MoeCase("up", num_tokens=4, num_experts=8, top_k=1, dim=64, hidden=96)
         ops = case.operands(torch.bfloat16).split_gate()
-        largest = 0
-
-        class Largest(TorchDispatchMode):
-            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-                nonlocal largest
-                result = func(*args, **(kwargs or {}))
-                if func is torch.ops.aten.cat.default:
-                    largest = max(largest, result.numel())
-                return result
-
-        with Largest():
+        with RecordOps() as record:
             _, preact = call_composite(_moe_mlp, *ops.args())
             args = (ops.grad_out, *ops.args(), preact, [True] * 7)
             call_composite(_moe_mlp_backward, *args)
-        self.assertEqual(largest, preact.numel())
+        cat = torch.ops.aten.cat.default
+        copied = max(x.numel() for op, _, x in record.calls if op is cat)
+        self.assertEqual(copied, preact.numel())
 
     @parametrize("threads", [1, 64])
     def test_no_activations_in_the_accumulation_type(self, threads):
         # As many bytes as all that is saved. They are made of some rows at a time.
         case = MoeCase("parts", num_tokens=300, dim=512, hidden=512)
         ops = case.operands(torch.bfloat16, bias=True)
-        largest = 0
-
-        class Largest(TorchDispatchMode):
-            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-                nonlocal largest
-                result = func(*args, **(kwargs or {}))
-                if isinstance(result, torch.Tensor) and result.dtype == torch.float32:
-                    largest = max(largest, result.numel())
-                return result
-
-        with num_threads(threads), Largest():
+        with num_threads(threads), RecordOps() as record:
             _, preact = call_composite(_moe_mlp, *ops.args())
             args = (ops.grad_out, *ops.args(), preact, [True] * 7)
             call_composite(_moe_mlp_backward, *args)
-        self.assertLess(largest, preact.numel() / 4)
+        made = [x for *_, x in record.calls if isinstance(x, Tensor)]
+        wide = [x.numel() for x in made if x.dtype == torch.float32]
+        self.assertLess(max(wide), preact.numel() / 4)
 
     # Backward is often called inside of autocast, and both with other operands than autocast makes.
     @parametrize("dim", [7, 16])

@@ -16,6 +16,7 @@ from torch.testing._internal.common_moe import (
     all_dtypes,
     nbytes,
     read_page,
+    RecordOps,
     run_code_blocks,
     saved_bytes_bound,
     saved_for_backward,
@@ -36,7 +37,6 @@ from torch.testing._internal.moe_reference import (
     moe_mlp_backward_unfused,
     moe_topk_reference,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 # One line per published router.
@@ -158,16 +158,6 @@ def moe_mlp_arguments(ops):
     return (ops.input, ops.topk_indices, ops.topk_weights, ops.w_in, ops.w_out)
 
 
-class RecordCalls(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls.append((func, kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
 class TestMoeMlp(TestCase):
     @parametrize("dtype", [torch.float32, torch.bfloat16])
     @all_cases
@@ -261,11 +251,11 @@ class TestMoeMlp(TestCase):
             ops.input.requires_grad_()
         elif which != "none":
             getattr(ops, which).requires_grad_()
-        with torch.set_grad_enabled(which != "no_grad"), RecordCalls() as record:
+        with torch.set_grad_enabled(which != "no_grad"), RecordOps() as record:
             F.moe_mlp(*moe_mlp_arguments(ops), b_in=ops.b_in, b_out=ops.b_out)
         (kwargs,) = [
             kwargs
-            for func, kwargs in record.calls
+            for func, kwargs, _ in record.calls
             if func is torch.ops.aten._moe_mlp.default
         ]
         self.assertEqual(
@@ -320,9 +310,9 @@ class TestMoeMlp(TestCase):
         args, offs = (ops.input, ops.w_in, ops.w_out), ops.offs
         for requires_grad in (False, True):
             ops.w_in.requires_grad_(requires_grad)
-            with RecordCalls() as record:
+            with RecordOps() as record:
                 F.grouped_mlp(*args, offs=offs)
-            ((_, kwargs),) = record.calls
+            ((_, kwargs, _),) = record.calls
             self.assertEqual(kwargs.get("compute_preact", True), requires_grad)
 
     @parametrize("functional", ["moe_mlp", "moe_topk", "grouped_mlp"])

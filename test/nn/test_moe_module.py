@@ -16,6 +16,7 @@ from torch.testing._internal.common_modules import module_db, ModuleErrorEnum, m
 from torch.testing._internal.common_moe import (
     bits_of_kernel,
     read_page,
+    RecordOps,
     run_code_blocks,
 )
 from torch.testing._internal.common_utils import (
@@ -31,7 +32,6 @@ from torch.testing._internal.common_utils import (
     TestCase,
 )
 from torch.testing._internal.moe_reference import ACTIVATIONS, GATED_ACTIVATIONS
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 D, H, E, K = 8, 12, 6, 2
@@ -71,19 +71,6 @@ def loop(layer, x):
 def make(**kwargs):
     torch.manual_seed(0)
     return nn.MoE(D, H, E, K, dtype=torch.float64, **kwargs)
-
-
-class OpNames(TorchDispatchMode):
-    """Yields a list of the names of the ops that run."""
-
-    def __enter__(self):
-        super().__enter__()
-        self.names = []
-        return self.names
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 class TestMoEModule(TestCase):
@@ -218,16 +205,16 @@ class TestMoEModule(TestCase):
 
     def test_shared_expert_routes_nothing(self):
         layer = make(shared_hidden_dim=5)
-        with OpNames() as called:
+        with RecordOps() as record:
             layer.run_shared(torch.randn(2, 5, D, dtype=torch.float64))
-        self.assertIn("_moe_mlp", called)
+        self.assertIn("_moe_mlp", record.names)
         for name in ("_moe_permutation", "index", "gather", "index_select"):
-            self.assertNotIn(name, called)
+            self.assertNotIn(name, record.names)
 
     def test_construction_runs_no_kernel(self):
-        with OpNames() as called:
+        with RecordOps() as record:
             make(bias=True, shared_hidden_dim=5)
-        self.assertEqual([name for name in called if "moe" in name], [])
+        self.assertEqual([name for name in record.names if "moe" in name], [])
 
     def test_run_experts_is_routed_and_shared(self):
         layer, x = make(shared_hidden_dim=5), torch.randn(5, D, dtype=torch.float64)

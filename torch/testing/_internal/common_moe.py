@@ -160,6 +160,24 @@ class FakeRanksTest(TestCase):
         cls.addClassCleanup(dist.destroy_process_group)
 
 
+class RecordOps(TorchDispatchMode):
+    """Records (op, keyword arguments, result) of the ops that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.calls.append((func, kwargs, result))
+        return result
+
+    @property
+    def names(self) -> list[str]:
+        return [func.overloadpacket.__name__ for func, *_ in self.calls]
+
+
 class NoHostSyncMode(TorchDispatchMode):
     """Raises on an op for which the host has to read data, for its result or its shape.
 
