@@ -26,6 +26,7 @@ import functools
 import hashlib
 import importlib.util
 import io
+import json
 import os
 import pathlib
 import re
@@ -33,7 +34,7 @@ import subprocess
 import sys
 import tempfile
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from unittest import mock
 
 
@@ -364,6 +365,11 @@ class EmittedGraph:
         return re.findall(r"^\s+(\w+)\.run\(", self.source, re.MULTILINE)
 
     @property
+    def launched(self) -> list[str]:
+        """``launches`` without the numbers that tell kernels of one name apart."""
+        return [re.sub(r"_\d+$", "", name) for name in self.launches]
+
+    @property
     def extern_calls(self) -> list[str]:
         """What is called besides Triton kernels, in order."""
         found = re.findall(
@@ -418,6 +424,43 @@ def emitted(function: Callable, *args, **kwargs) -> list[EmittedGraph]:
         except _Stop:
             pass
     return graphs
+
+
+def emitted_like(
+    function: Callable,
+    tensors: dict[str, torch.Tensor],
+    arch: str = "sm_90",
+    *,
+    gradients: Container[str] = (),
+    dynamic: Container[str] = (),
+) -> list[EmittedGraph]:
+    """What ``function(**tensors)`` compiles on ``arch``, given fake tensors of these shapes and strides.
+
+    Args:
+        gradients: names of the tensors that require one; without any, nothing is recorded.
+        dynamic: names of the tensors whose first dimension is.
+    """
+    with (
+        fake_gpu(arch),
+        FakeTensorMode(),
+        torch.set_grad_enabled(bool(gradients)),
+        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
+    ):
+        fakes = {}
+        for name, x in tensors.items():
+            fake = torch.empty_strided(
+                x.shape, x.stride(), dtype=x.dtype, device="cuda"
+            )
+            fakes[name] = fake.requires_grad_(name in gradients)
+            if name in dynamic:
+                torch._dynamo.mark_dynamic(fake, 0)
+        return emitted(torch.compile(function, fullgraph=True), **fakes)
+
+
+def write_graphs(path: str, graphs: dict[str, list[EmittedGraph]]) -> None:
+    """Writes, as JSON, what inductor_interpreter.py reads in another process."""
+    found = {name: [*map(dataclasses.asdict, g)] for name, g in graphs.items()}
+    pathlib.Path(path).write_text(json.dumps(found))
 
 
 def compiled(graph: EmittedGraph, arch: str) -> list[KernelReport]:

@@ -209,43 +209,30 @@ def emit(problem: Problem, arch: str = "sm_90", num_rows: int | None = None) -> 
     Args:
         num_rows: of ``row_slots``, if not those of the problem.
     """
-    from fake_gpu import emitted, fake_gpu
+    from fake_gpu import emitted_like
 
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    tensors = problem.present(problem.operands(problem.traced_tokens))
+    if num_rows is not None:
+        slots = tensors["row_slots"]
+        tensors["row_slots"] = slots.new_empty(num_rows, device="meta")
+    names = tensors if problem.training else ()
+    gradients = [n for n in names if problem.has_gradient(n, tensors[n])]
+    names = tensors if problem.tokens == "dynamic" else ()
+    dynamic = [*filter(problem.is_per_token, names)]
+    return emitted_like(
+        problem.__call__, tensors, arch, gradients=gradients, dynamic=dynamic
+    )
 
-    operands = problem.present(problem.operands(problem.traced_tokens))
-    with (
-        fake_gpu(arch),
-        FakeTensorMode(),
-        torch.set_grad_enabled(problem.training),
-        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
-    ):
-        fakes = {}
-        for name, x in operands.items():
-            if name == "row_slots" and num_rows is not None:
-                x = torch.empty(num_rows, dtype=x.dtype)
-            fake = torch.empty_strided(
-                x.shape, x.stride(), dtype=x.dtype, device="cuda"
-            )
-            fake.requires_grad_(problem.training and problem.has_gradient(name, x))
-            if problem.is_per_token(name) and problem.tokens == "dynamic":
-                torch._dynamo.mark_dynamic(fake, 0)
-            fakes[name] = fake
-        return emitted(torch.compile(problem.__call__, fullgraph=True), **fakes)
+
+def moe_calls(*graphs, op: str = "_moe_") -> list[str]:
+    """The calls of MoE operators that are left in ``graphs``."""
+    return [c for graph in graphs for c in graph.extern_calls if op in c]
 
 
 if __name__ == "__main__":
-    import json
     import sys
 
     torch._inductor.config.triton.moe_kernels = True
     graphs = {name: emit(problem) for name, problem in PROBLEMS.items()}
     graphs["far_rows"] = emit(PROBLEMS["inference"], num_rows=FAR_ROWS)
-    with open(sys.argv[1], "w") as file:
-        json.dump(
-            {
-                name: list(map(dataclasses.asdict, found))
-                for name, found in graphs.items()
-            },
-            file,
-        )
+    fake_gpu.write_graphs(sys.argv[1], graphs)

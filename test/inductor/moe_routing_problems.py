@@ -193,39 +193,20 @@ PROBLEMS = {problem.name: problem for problem in _problems()}
 
 def emit(problem: Problem, arch: str = "sm_90") -> list:
     """What Inductor emits for ``problem``: the forward and, in training, the backward."""
-    from fake_gpu import emitted, fake_gpu
-
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from fake_gpu import emitted_like
 
     tensors = problem.tensors(problem.traced_tokens or problem.num_tokens)
-    with (
-        fake_gpu(arch),
-        FakeTensorMode(),
-        torch.set_grad_enabled(problem.training),
-        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
-    ):
-        fakes = {
-            name: torch.empty_strided(
-                x.shape, x.stride(), dtype=x.dtype, device="cuda"
-            ).requires_grad_(problem.training and x.is_floating_point())
-            for name, x in tensors.items()
-        }
-        if problem.traced_tokens is not None:
-            torch._dynamo.mark_dynamic(next(iter(fakes.values())), 0)
-        return emitted(torch.compile(problem.__call__, fullgraph=True), **fakes)
+    names = tensors if problem.training else ()
+    gradients = [n for n in names if tensors[n].is_floating_point()]
+    dynamic = [*tensors][: problem.traced_tokens is not None]
+    return emitted_like(
+        problem.__call__, tensors, arch, gradients=gradients, dynamic=dynamic
+    )
 
 
 if __name__ == "__main__":
-    import json
     import sys
 
     torch._inductor.config.triton.moe_kernels = True
     graphs = {name: emit(problem) for name, problem in PROBLEMS.items()}
-    with open(sys.argv[1], "w") as file:
-        json.dump(
-            {
-                name: list(map(dataclasses.asdict, found))
-                for name, found in graphs.items()
-            },
-            file,
-        )
+    fake_gpu.write_graphs(sys.argv[1], graphs)

@@ -275,10 +275,8 @@ def emit(problem: Quantize | Experts) -> list:
 
 
 if __name__ == "__main__":
-    import json
     import sys
 
     torch._inductor.config.triton.moe_kernels = True
     graphs = {n: emit(p) for n, p in PROBLEMS.items() if TEST_WITH_SLOW or not p.slow}
-    with open(sys.argv[1], "w") as file:
-        json.dump({n: [*map(dataclasses.asdict, g)] for n, g in graphs.items()}, file)
+    fake_gpu.write_graphs(sys.argv[1], graphs)

@@ -13,6 +13,7 @@ import zipfile
 from unittest import mock
 
 from fake_aoti import fake_aoti
+from moe_lowering_problems import moe_calls
 from moe_routing_problems import Block, emit, Permutation, PROBLEMS, Router
 
 import torch
@@ -40,14 +41,6 @@ BLOCKS = [
 LOGGER = "torch._inductor.kernel.moe"
 
 
-def moe_calls(graph):
-    return [call for call in graph.extern_calls if "_moe_" in call]
-
-
-def launches(graph):
-    return [re.sub(r"_\d+$", "", name) for name in graph.launches]
-
-
 @config.patch({"triton.moe_kernels": True})
 @instantiate_parametrized_tests
 class TestMoeRoutingLowering(TestCase):
@@ -56,12 +49,12 @@ class TestMoeRoutingLowering(TestCase):
     def test_block_has_no_extern_call(self, arch, tokens):
         traced = 24 if tokens == "dynamic" else None
         forward, backward = emit(Block("", traced_tokens=traced), arch)
-        self.assertEqual(moe_calls(forward) + moe_calls(backward), [])
+        self.assertEqual(moe_calls(forward, backward), [])
         permutation = ONE_PROGRAM + (BLOCKS if tokens == "dynamic" else [])
         self.assertEqual(
-            launches(forward)[: 1 + len(permutation)], ["topk_kernel", *permutation]
+            forward.launched[: 1 + len(permutation)], ["topk_kernel", *permutation]
         )
-        self.assertEqual(launches(backward).count("topk_backward_kernel"), 1)
+        self.assertEqual(backward.launched.count("topk_backward_kernel"), 1)
         for graph in (forward, backward):
             # The router's matmul, forward and for the two gradients.
             self.assertTrue(all("mm" in c for c in graph.extern_calls))
@@ -77,10 +70,8 @@ class TestMoeRoutingLowering(TestCase):
             graphs = emit(problem)
             with config.patch({"triton.moe_kernels": False}):
                 without = emit(problem)
-        self.assertEqual([c for g in graphs for c in moe_calls(g)], [])
-        calls = {
-            c.removeprefix("aoti_torch_cuda_") for g in without for c in moe_calls(g)
-        }
+        self.assertEqual(moe_calls(*graphs), [])
+        calls = {c.removeprefix("aoti_torch_cuda_") for c in moe_calls(*without)}
         expected = {"_moe_topk", "_moe_permutation", "_moe_mlp"}
         if training:
             expected |= {"_moe_topk_backward", "_moe_mlp_backward"}
@@ -89,7 +80,7 @@ class TestMoeRoutingLowering(TestCase):
     def test_flag(self):
         with config.patch({"triton.moe_kernels": False}):
             graphs = emit(Block(""))
-        calls = [c for g in graphs for c in moe_calls(g)]
+        calls = moe_calls(*graphs)
         self.assertEqual(len(calls), 5, calls)
 
     @slowTest
@@ -141,7 +132,7 @@ class TestMoeRoutingLowering(TestCase):
 
         with mock.patch.object(torch._dynamo, "mark_dynamic", mark):
             (graph,) = emit(Permutation("", traced_tokens=bounds.get("max", 24)))
-        self.assertEqual(launches(graph), kernels)
+        self.assertEqual(graph.launched, kernels)
         if kernels == ONE_PROGRAM + BLOCKS:
             self.check_that_one_way_runs(graph)
 

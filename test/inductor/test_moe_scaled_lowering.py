@@ -9,6 +9,8 @@ fake_gpu.require()  # before torch
 import re
 from collections import Counter
 
+from moe_lowering_problems import moe_calls
+
 import torch
 import torch.nn.functional as F
 from torch._inductor import config
@@ -87,13 +89,8 @@ def emit_quantize(recipe, shape, arch="sm_90", offs=None, dynamic=(), **options)
         return graph
 
 
-def moe_calls(*graphs):
-    return [c for g in graphs for c in g.extern_calls if "_moe_" in c]
-
-
 def launches(graph):
-    names = (re.sub(r"_\d+$", "", name) for name in graph.launches)
-    return Counter(name for name in names if not name.startswith(ROUTING))
+    return Counter(name for name in graph.launched if not name.startswith(ROUTING))
 
 
 @config.patch({"triton.moe_kernels": True})
@@ -153,7 +150,7 @@ class TestMoeScaledLowering(TestCase):
         self.assertEqual(moe_calls(*graphs), [])
         self.assertIn("scaled_mm_kernel", graphs[0].kernels)
         ops = OPS[: len(graphs)]
-        calls = [c for c in moe_calls(*without) if "scaled" in c]
+        calls = moe_calls(*without, op="scaled")
         # The C++ one calls the composite: no Triton kernel is left.
         names = "aoti_torch_cuda_{}" if cpp_wrapper else "torch.ops.aten.{}.default"
         self.assertEqual(calls, [names.format(op) for op in ops])
@@ -183,7 +180,7 @@ class TestMoeScaledLowering(TestCase):
         with self.assertLogs(LOGGER, "INFO") as logs:
             graphs = emit("fp8_blockwise", arch, change=change)
         # With other experts the router and the permutation stay as well.
-        calls = [c for c in moe_calls(*graphs) if "scaled" in c]
+        calls = moe_calls(*graphs, op="scaled")
         self.assertEqual(calls, [f"torch.ops.aten.{op}.default" for op in OPS])
         for op in OPS:
             text = f"{op} stays an extern call: {reason}".replace("\\", "")
