@@ -2,9 +2,8 @@
 """Inference of _moe_mlp_scaled with weights of 8 and 4 bits on CPU, in every layout."""
 
 import dataclasses
-import os
-import subprocess
-import sys
+
+from test_moe_mlp_kernels import check_in_subprocess, skip_without_build
 
 import torch
 from torch.nn.functional import ScalingType
@@ -102,11 +101,6 @@ class Layer:
         reference, _ = moe_mlp_reference(*args, **self.kwargs)
         unfused, _ = moe_mlp_unfused(*self.plain_args(dtype), **self.kwargs)
         check_close(actual, reference, unfused, dtype, name)
-
-
-def run_dense():
-    """Any call of _moe_mlp, which has no other kernel to fall back on."""
-    _moe_mlp(*MoeCase("dense").operands().args())
 
 
 def shape_of(fmt, dim=96, hidden=64, **kwargs):
@@ -478,26 +472,10 @@ class TestMoeLowBit(TestCase):
     @parametrize("capability", ["avx2", "default"])
     def test_other_builds(self, capability):
         """The kernel that is compiled for CPUs with fewer instructions."""
-
-        def run(*arguments):
-            return subprocess.run(
-                [sys.executable, *arguments],
-                env=dict(os.environ, ATEN_CPU_CAPABILITY=capability, PYTHONSAFEPATH=""),
-                cwd=os.path.dirname(__file__),
-                capture_output=True,
-                text=True,
-            )
-
         # Without a kernel of that capability _moe_mlp_scaled runs its composite.
-        probe = "import test_moe_low_bit as t; t.run_dense()"
-        probed = run("-c", probe).stderr
-        self.assertNotIn("ModuleNotFoundError", probed)
-        if "DispatchStub: missing" in probed:
-            self.skipTest(f"this torch has no kernels for {capability}: a host build")
+        skip_without_build(self, capability)
         tests = "float64_loop and dim_96 or int8_rows or extreme_scales and tokens_30"
-        found = run("-m", "pytest", "-q", os.path.basename(__file__), "-k", tests)
-        self.assertEqual(found.returncode, 0, found.stdout + found.stderr)
-        self.assertRegex(found.stdout, r"\d\d passed")
+        check_in_subprocess(self, __file__, tests, ATEN_CPU_CAPABILITY=capability)
 
 
 instantiate_parametrized_tests(TestMoeLowBit)

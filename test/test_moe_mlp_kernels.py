@@ -119,6 +119,26 @@ def run_python(*args, **switches):
     )
 
 
+def check_in_subprocess(test, file, tests, **switches):
+    """The tests of ``file`` that ``-k tests`` selects pass under ``switches``."""
+    # Not run_tests(): with CI in the environment it needs xmlrunner, which pytest does not.
+    run = run_python("-m", "pytest", "-q", file, "-k", tests, **switches)
+    test.assertEqual(run.returncode, 0, run.stdout + run.stderr)
+    test.assertRegex(run.stdout, r"\d\d passed")
+
+
+def skip_without_build(test, capability):
+    """Skips ``test`` where torch has no kernels for ``capability``."""
+    code = (
+        "import torch, test_moe_mlp_kernels as t; "
+        "t.run_op(*t.large_args((9, 8, 8), torch.float32, False))"
+    )
+    run = run_python("-c", code, ATEN_CPU_CAPABILITY=capability)
+    if "DispatchStub: missing" in run.stderr:
+        test.skipTest(f"this torch has no kernels for {capability}: a host build")
+    test.assertEqual(run.returncode, 0, run.stderr)
+
+
 class TestMoeMlpKernels(TestCase):
     @parametrize("name,where,value,text", VALUE_ERRORS)
     def test_values(self, name, where, value, text):
@@ -330,17 +350,13 @@ class TestMoeMlpKernels(TestCase):
                     flags = words[1:]
         self.assertIn("hg", flags)
 
-    def check_in_subprocess(self, tests, **switches):
-        # Not run_tests(): with CI in the environment it needs xmlrunner, which pytest does not.
-        run = run_python("-m", "pytest", "-q", __file__, "-k", tests, **switches)
-        self.assertEqual(run.returncode, 0, run.stdout + run.stderr)
-        self.assertRegex(run.stdout, r"\d\d passed")
-
     @unittest.skipIf(
         not torch.cpu._is_amx_tile_supported(), "without AMX brgemm is not used"
     )
     def test_without_brgemm(self):
-        self.check_in_subprocess(
+        check_in_subprocess(
+            self,
+            __file__,
             "bfloat16 and (large_reference or other_tokens or thread_count)",
             ONEDNN_MAX_CPU_ISA="AVX512_CORE_BF16",
         )
@@ -348,19 +364,13 @@ class TestMoeMlpKernels(TestCase):
     @parametrize("capability", ["avx2", "default"])
     def test_other_builds(self, capability):
         """The kernel as compiled for lower CPU capabilities."""
-        switches = {"ATEN_CPU_CAPABILITY": capability}
-        code = (
-            "import torch, test_moe_mlp_kernels as t; "
-            "t.run_op(*t.large_args((9, 8, 8), torch.float32, False))"
-        )
-        run = run_python("-c", code, **switches)
-        if "DispatchStub: missing" in run.stderr:
-            self.skipTest(f"this torch has no kernels for {capability}: a host build")
-        self.assertEqual(run.returncode, 0, run.stderr)
-        self.check_in_subprocess(
+        skip_without_build(self, capability)
+        check_in_subprocess(
+            self,
+            __file__,
             "large_reference and (shape2 or shape3) or "
             "bfloat16 and (thread_count or batch_composition)",
-            **switches,
+            ATEN_CPU_CAPABILITY=capability,
         )
 
 
