@@ -352,7 +352,6 @@ class TestMoeLosses(TestCase):
     def test_distributed_tensors(self, dim):
         from torch.distributed._local_tensor import LocalTensorMode
         from torch.distributed.tensor import distribute_tensor, Replicate, Shard
-        from torch.testing._internal.distributed.fake_pg import FakeStore
 
         def losses(scores, logits, ids, mask):
             return load_balancing_loss(scores, ids, mask=mask) + router_z_loss(logits)
@@ -363,7 +362,7 @@ class TestMoeLosses(TestCase):
         leaf = logits.clone().requires_grad_()
         want = losses(leaf.softmax(-1), leaf, ids, mask)
         want.backward()
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        dist.init_process_group("fake", rank=0, world_size=2)
         self.addCleanup(dist.destroy_process_group)
         with LocalTensorMode(2):
             mesh = dist.device_mesh.init_device_mesh("cpu", (2,))

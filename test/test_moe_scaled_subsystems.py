@@ -16,7 +16,6 @@ from torch.testing._internal.common_utils import (
     run_tests,
     TestCase,
 )
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.moe_generators import MoeCase
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -197,7 +196,7 @@ class TestScaledSubsystems(TestCase):
                 self.assertEqual(package(*inputs), Layer()(*inputs), rtol=0, atol=0)
 
     def test_dtensor(self):
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        dist.init_process_group("fake", rank=0, world_size=2)
         try:
             mesh = DeviceMesh("cpu", [0, 1])
             args, grad_out = operands()

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed._tools.moe_memory_model import uneven
 from torch.distributed._tools.moe_parallelize import parallelize_moe
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import measure
 
@@ -116,7 +115,7 @@ def instantiate(name: str, gpus: int, rank: int, device: str) -> dict:
 
     start = time.perf_counter()
     row = {"model": name, "gpus": gpus, "device": device, "rank": rank}
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=gpus)
+    dist.init_process_group("fake", rank=rank, world_size=gpus)
     try:
         model, plan = parallelize_moe(
             build(name), batch=16 * gpus, seq=4096, profile=device, adapter=ADAPTER

@@ -14,7 +14,6 @@ from torch._inductor.comm_analysis import (
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.common_utils import run_tests, TestCase
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 MB = 1 << 20
@@ -59,7 +58,7 @@ class TestAllToAllEstimate(TestCase):
                 self.assertGreater(abs(old / published - 1), 0.5)
 
     def test_groups_by_their_ranks(self):
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=32)
+        dist.init_process_group("fake", rank=0, world_size=32)
         self.addCleanup(dist.destroy_process_group)
         n = 64 * MB
 
@@ -75,7 +74,7 @@ class TestAllToAllEstimate(TestCase):
         self.assertEqual(of(list(range(32))), milliseconds(n, 32))
 
     def test_graph_has_the_group(self):
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=32)
+        dist.init_process_group("fake", rank=0, world_size=32)
         self.addCleanup(dist.destroy_process_group)
         group = dist.new_group([0, 8, 16, 24])
 

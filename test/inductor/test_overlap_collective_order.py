@@ -15,7 +15,6 @@ from torch.testing._internal.common_utils import (
     run_tests,
     TestCase,
 )
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 RANKS = 4
@@ -70,7 +69,7 @@ class TestCollectiveOrder(TestCase):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+        dist.init_process_group("fake", rank=0, world_size=RANKS)
         cls.addClassCleanup(dist.destroy_process_group)
 
     def issued(self, gather_ms, send_ms=10.0, matmul_ms=20.0, groups=1):

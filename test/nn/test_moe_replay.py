@@ -102,11 +102,10 @@ class TestMoeTopkIndices(TestCase):
     def test_distributed_tensors(self, score):
         from torch.distributed._local_tensor import LocalTensorMode
         from torch.distributed.tensor import distribute_tensor, Shard
-        from torch.testing._internal.distributed.fake_pg import FakeStore
 
         logits, ids = torch.randn(4, 5), torch.tensor([[0, 1], [4, -1], [2, 3], [5, 0]])
         _, want = F.moe_topk(logits, 2, topk_indices=ids, score=score)
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        dist.init_process_group("fake", rank=0, world_size=2)
         self.addCleanup(dist.destroy_process_group)
         with LocalTensorMode(2):
             mesh = dist.device_mesh.init_device_mesh("cpu", (2,))

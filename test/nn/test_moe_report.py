@@ -175,9 +175,8 @@ class TestFindNonfinite(TestCase):
     @unittest.skipIf(not dist.is_available(), "needs torch.distributed")
     def test_experts_of_a_rank(self):
         from torch.distributed.tensor import DTensor, Shard
-        from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+        dist.init_process_group("fake", rank=1, world_size=2)
         self.addCleanup(dist.destroy_process_group)
         mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
         mine = torch.zeros(4, 3, 2)
