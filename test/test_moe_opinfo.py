@@ -36,10 +36,6 @@ NAMES = re.compile(
 moe_op_db = [op for op in op_db if NAMES.fullmatch(op.name)]
 differentiable = [op for op in moe_op_db if op.supports_autograd]
 all_ops = ops(moe_op_db, allowed_dtypes=(torch.float32, torch.int64))
-low_precision_too = ops(
-    moe_op_db, allowed_dtypes=(torch.float32, torch.bfloat16, torch.int64)
-)
-float32_only = ops(differentiable, allowed_dtypes=(torch.float32,))
 float64_only = ops(differentiable, allowed_dtypes=(torch.float64,))
 
 

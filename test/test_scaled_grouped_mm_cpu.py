@@ -21,7 +21,7 @@ def offsets(sizes):
     return torch.tensor(sizes).cumsum(0).int()
 
 
-def draw(recipe, *shape, depth_block=None):
+def draw(recipe, *shape):
     """Numbers (..., R, K) with scales of a recipe, and their float64 values."""
     *batch, rows, depth = shape
     data = torch.randn(shape).to(E4M3)

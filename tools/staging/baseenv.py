@@ -39,7 +39,6 @@ class BaseEnv:
         self.venv = folder / "venv"
         self.python = self.venv / "bin" / "python"
         self.site = self.venv / "lib" / f"python{python_version}" / "site-packages"
-        self.source = folder / "source"
         self.stamp = folder / "complete"
 
     @property
