@@ -1,7 +1,6 @@
 # Owner(s): ["module: nn"]
 
 import dataclasses
-import doctest
 import inspect
 import re
 import typing
@@ -18,6 +17,7 @@ from torch.testing._internal.common_moe import (
     read_page,
     RecordOps,
     run_code_blocks,
+    run_docstring,
     saved_bytes_bound,
     saved_for_backward,
 )
@@ -373,13 +373,7 @@ class TestMoeFunctionalText(TestCase):
     @parametrize("functional", ["moe_mlp", "moe_topk"])
     def test_examples(self, functional):
         # Its examples run.
-        doc = getattr(F, functional).__doc__
-        test = doctest.DocTestParser().get_doctest(
-            doc, {"torch": torch, "F": F}, functional, None, 0
-        )
-        self.assertGreaterEqual(len(test.examples), 2)
-        result = doctest.DocTestRunner(verbose=False).run(test)
-        self.assertEqual(result.failed, 0)
+        run_docstring(getattr(F, functional), {"torch": torch, "F": F})
 
     def test_documentation(self):
         count, names = run_code_blocks(read_page(__file__, "nn.functional.moe.md"))

@@ -3,7 +3,6 @@
 """F.scaled_moe_mlp, recipes of F.moe_mlp, and the cache of quantised weights."""
 
 import copy
-import doctest
 import pickle
 from unittest import mock
 
@@ -15,6 +14,7 @@ from torch.testing._internal.common_moe import (
     nbytes,
     read_page,
     run_code_blocks,
+    run_docstring,
     saved_for_backward,
 )
 from torch.testing._internal.common_utils import (
@@ -304,12 +304,7 @@ class TestScaledFunctional(TestCase):
 
     def test_docstrings(self):
         for thing in (F.scaled_moe_mlp, WeightCache):
-            runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
-            names = {"torch": torch, "F": F, "WeightCache": WeightCache}
-            for test in doctest.DocTestFinder(recurse=False).find(thing, globs=names):
-                runner.run(test)
-            self.assertEqual(runner.failures, 0)
-            self.assertGreater(runner.tries, 2)
+            run_docstring(thing, {"torch": torch, "F": F, "WeightCache": WeightCache})
 
 
 instantiate_parametrized_tests(TestScaledFunctional)

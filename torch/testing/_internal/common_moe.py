@@ -1,6 +1,7 @@
 """Helpers of the MoE test files: ways to run an op, and checks of what it does."""
 
 import contextlib
+import doctest
 import functools
 import re
 from pathlib import Path
@@ -130,6 +131,15 @@ def run_code_blocks(text: str) -> tuple[int, dict[str, object]]:
     for block in blocks:
         exec(block, names)
     return len(blocks), names
+
+
+def run_docstring(thing, names: dict[str, object]) -> None:
+    """Runs the examples, at least three, in the docstring of ``thing``. ``names`` are defined there."""
+    parser, name = doctest.DocTestParser(), thing.__name__
+    test = parser.get_doctest(thing.__doc__, names, name, None, 0)
+    failed, tried = doctest.DocTestRunner(verbose=False).run(test)
+    if failed or tried < 3:
+        raise AssertionError(f"{name}: {failed} of {tried} examples fail")
 
 
 def fill_uninitialized_memory() -> DeterministicGuard:
