@@ -8,6 +8,8 @@ from torch.testing._internal.common_device_type import (
     onlyCPU,
 )
 from torch.testing._internal.common_moe import (
+    ACTIVATION_FORMS,
+    all_activations,
     all_cases,
     all_dtypes,
     BACKENDS,
@@ -34,7 +36,6 @@ from torch.testing._internal.moe_generators import (
     one_token_with_preact,
 )
 from torch.testing._internal.moe_reference import (
-    ACTIVATIONS,
     check_moe_mlp,
     check_moe_mlp_backward,
     GATED_ACTIVATIONS,
@@ -47,11 +48,6 @@ from torch.testing._internal.moe_reference import (
 _moe_mlp, _moe_mlp_backward = with_backward("_moe_mlp")
 
 all_backends = parametrize("backend", backends_of(_moe_mlp))
-all_activations = parametrize(
-    "activation,gate_interleaved",
-    [(name, False) for name in ACTIVATIONS]
-    + [(name, True) for name in GATED_ACTIVATIONS],
-)
 
 
 def run_backward(backend, ops, preact, mask=None, **kwargs):
@@ -410,11 +406,12 @@ class TestMoeMlp(TestCase):
             else:
                 self.assertIsNone(x.grad)
 
-    @all_activations
-    @parametrize("separate_up", [False, True])
+    @parametrize(
+        "activation,gate_interleaved,separate_up",
+        [(*form, False) for form in ACTIVATION_FORMS]
+        + [(name, False, True) for name in GATED_ACTIVATIONS],
+    )
     def test_gradcheck(self, device, separate_up, activation, gate_interleaved):
-        if separate_up and (gate_interleaved or activation not in GATED_ACTIVATIONS):
-            return
         case = MoeCase("tiny", 4, 3, 2, num_experts=3, routing="sentinels", num_rows=9)
         ops = case.operands(
             torch.float64,

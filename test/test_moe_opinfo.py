@@ -36,7 +36,8 @@ NAMES = re.compile(
 moe_op_db = [op for op in op_db if NAMES.fullmatch(op.name)]
 differentiable = [op for op in moe_op_db if op.supports_autograd]
 all_ops = ops(moe_op_db, allowed_dtypes=(torch.float32, torch.int64))
-float64_only = ops(differentiable, allowed_dtypes=(torch.float64,))
+once_only = [op for op in differentiable if not op.supports_gradgrad]
+backward_only = [op for op in differentiable if not op.supports_forward_ad]
 
 
 def arguments(sample):
@@ -99,10 +100,8 @@ class TestMoeOpInfo(TestCase):
 
     # Unsupported derivatives raise instead of returning wrong values.
 
-    @float64_only
+    @ops(once_only, allowed_dtypes=(torch.float64,))
     def test_double_backward(self, device, dtype, op):
-        if op.supports_gradgrad:
-            return
         for sample in op.sample_inputs(device, dtype, requires_grad=True):
             args, kwargs = arguments(sample)
             outputs = [x for x in tree_leaves(op(*args, **kwargs)) if is_leaf(x)]
@@ -113,10 +112,8 @@ class TestMoeOpInfo(TestCase):
             ):
                 sum(g.sum() for g in grads).backward()
 
-    @float64_only
+    @ops(backward_only, allowed_dtypes=(torch.float64,))
     def test_forward_ad(self, device, dtype, op):
-        if op.supports_forward_ad:
-            return
         sample = next(iter(op.sample_inputs(device, dtype)))
         args, kwargs = arguments(sample)
         with torch.autograd.forward_ad.dual_level():

@@ -5,7 +5,7 @@ import itertools
 import math
 
 import torch
-from torch.testing._internal.common_moe import all_cases
+from torch.testing._internal.common_moe import all_activations, all_cases
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -19,7 +19,6 @@ from torch.testing._internal.moe_generators import (
     ROUTINGS,
 )
 from torch.testing._internal.moe_reference import (
-    ACTIVATIONS,
     apply_activation,
     check_close,
     default_num_rows,
@@ -116,16 +115,12 @@ class TestMoePermutationReference(TestCase):
 
 @instantiate_parametrized_tests
 class TestMoeMlpReference(TestCase):
-    @parametrize("activation", ACTIVATIONS)
-    @parametrize("gate_interleaved", [False, True])
+    @all_activations
     def test_activation(self, activation, gate_interleaved):
-        gated = activation in GATED_ACTIVATIONS
-        if gate_interleaved and not gated:
-            return
         gate = [-9.0, -1.5, -0.25, 0.0, 0.5, 2.0, 8.5]
         up = [8.0, -9.5, 0.5, 1.0, -2.0, 0.25, 3.0]
         preact = torch.tensor([gate, up], dtype=torch.float64)
-        if not gated:
+        if activation not in GATED_ACTIVATIONS:
             preact = preact[:1]
         preact = (preact.T if gate_interleaved else preact).reshape(1, -1)
         actual = apply_activation(preact, activation, gate_interleaved=gate_interleaved)

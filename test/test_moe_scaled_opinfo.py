@@ -81,10 +81,11 @@ class TestScaledOpInfo(TestCase):
                 )
                 self.assertEqual(traced(s.input)(s.input), expected, rtol=0, atol=0)
 
-    @float32
+    @ops(
+        [op for op in scaled_db if op.supports_autograd],
+        allowed_dtypes=(torch.float32,),
+    )
     def test_gradients_are_deterministic(self, device, dtype, op):
-        if not op.supports_autograd:
-            return
         for s in self.samples(op, device, dtype, requires_grad=True):
             leaves = [
                 t

@@ -18,6 +18,7 @@ from torch.testing._internal.common_utils import (
     TestCase,
 )
 from torch.testing._internal.moe_generators import moe_cases
+from torch.testing._internal.moe_reference import ACTIVATIONS, GATED_ACTIVATIONS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -34,6 +35,12 @@ all_cases = parametrize_named("case", moe_cases())
 all_dtypes = parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 )
+# Those with a gate may be interleaved.
+ACTIVATION_FORMS = [
+    *((name, False) for name in ACTIVATIONS),
+    *((name, True) for name in GATED_ACTIVATIONS),
+]
+all_activations = parametrize("activation,gate_interleaved", ACTIVATION_FORMS)
 slow_subtest = functools.partial(subtest, decorators=[slowTest])
 TOPK_OPTIONS = {
     "default": {},
