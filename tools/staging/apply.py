@@ -12,8 +12,6 @@ A PR whose commit is in the history, or whose edits are all in the files, is
 recognised and skipped, so repeating a call is harmless.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable, Iterator

@@ -7,8 +7,6 @@ wheel's RECORD; sizes and times are remembered so that it costs nothing when
 nothing was touched.
 """
 
-from __future__ import annotations
-
 import base64
 import csv
 import hashlib

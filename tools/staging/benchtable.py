@@ -20,8 +20,6 @@ A losing row is always shown, others up to `limit`. A number with a spread count
 median: an object with `median` and `interval` or `p10` and `p90`, or [median, p10, p90].
 """
 
-from __future__ import annotations
-
 import json
 import operator
 import re

@@ -13,8 +13,6 @@ with those that forbid it. native/cpu/ is compiled file by file, once per CPU
 capability, with upstream's flags (cmake/Codegen.cmake).
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

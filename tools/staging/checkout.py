@@ -8,8 +8,6 @@ Edits a user made in the checkout are never lost: if they are not in the
 repository too, sync stops and says which files. Used by pipeline and export.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -1,7 +1,5 @@
 """The command line of tools/stage.py: one function per verb, no logic here."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

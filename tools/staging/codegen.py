@@ -5,8 +5,6 @@ This module decides whether it must run, turns its errors into messages, and
 moves the result into build/gen without touching files that did not change.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

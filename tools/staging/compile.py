@@ -1,7 +1,5 @@
 """Runs ninja, shows progress, and reports the first error only."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -13,8 +13,6 @@ Inductor does not quote the include folders of the torch that it runs in, so tha
 below a path with a blank can't compile. For such a clone repository/build is a link.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -5,8 +5,6 @@ plain line, and one more every 10 seconds. Both end with how long it took. A ste
 that finds nothing to do is never started, so a no-op prints nothing.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

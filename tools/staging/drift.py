@@ -9,8 +9,6 @@ checkouts. What no wheel holds (C++ sources, docs, expect files) is reported as
 "not in wheel" there, and tested against a checkout.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """The one exception every verb reports as a short message. Imported by all."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 

@@ -5,8 +5,6 @@ where and when it was measured, the command, and its tables. Those are the ones 
 of series.toml show; of a file that no PR shows, those of notes.toml (see benchtable).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -7,8 +7,6 @@
 Everything is computed before the first file of the repository is written.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterable

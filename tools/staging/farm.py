@@ -9,8 +9,6 @@ The manifest lists every file that is not the base's, so that one edit updates
 one file, and a file that leaves the stack gets the base's contents back.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

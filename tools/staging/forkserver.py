@@ -4,8 +4,6 @@ Every test file still has a process of its own, without the imports, which are m
 small one takes. What has to be in the environment before them must be in the server's.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc

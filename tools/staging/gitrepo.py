@@ -5,8 +5,6 @@ hash on every machine. UserRepo is for the one place where the commits are the
 user's own: apply.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Callable, Sequence

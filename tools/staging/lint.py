@@ -1,7 +1,5 @@
 """Runs lintrunner with the pinned tools on every file; reports large PRs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -7,8 +7,6 @@ the others are never defined; PyTorch's dispatch treats null as "no kernel for
 this capability" and says so, instead of failing to link.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -4,8 +4,6 @@ Every step looks first whether it has anything to do, so that repeating setup
 is cheap and a killed setup is repaired by the next one.
 """
 
-from __future__ import annotations
-
 import json
 import platform
 import re

@@ -6,8 +6,6 @@ a hunk that fits nowhere. Used by apply (files the wheel lacks, names of hunks
 in conflict) and by drift.
 """
 
-from __future__ import annotations
-
 import re
 import tempfile
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ a section without a source says what is missing instead of being left out
 silently, except benchmarks, which not every PR needs.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Container, Iterator

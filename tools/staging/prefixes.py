@@ -5,8 +5,6 @@ only compiles what its last PR changed. What passed is remembered under a hash
 of everything it consists of; a repeated or interrupted run goes on from there.
 """
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ the hunks of a template. A template is its stub plus a few places that torchgen 
 in, so the hunks fit the stub as well. Used by pipeline and typecheck.
 """
 
-from __future__ import annotations
-
 from . import patchfile, wheelsource
 from .baseenv import BaseEnv
 from .errors import StageError

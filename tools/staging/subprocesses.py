@@ -4,8 +4,6 @@ After a kill -9 the next call starts the same work again; a compiler or pip
 that lived on would write the same files at the same time.
 """
 
-from __future__ import annotations
-
 import ctypes
 import signal
 

@@ -5,8 +5,6 @@ that leaves a patched dispatcher or a compile cache behind cannot help or hurt
 the next file. It is a fork of one that has imported PyTorch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import functools

@@ -3,8 +3,6 @@
 A patch is text with any bytes in it: the files it edits may hold anything.
 """
 
-from __future__ import annotations
-
 
 def decode(data: bytes) -> str:
     """Text of any bytes; line ends stay as they are."""

@@ -5,8 +5,6 @@ the tip of the stack, the stubs that the wheel brings, and the stubs of the stac
 templates. Nothing is compiled, and build/checkout stays as it is. Used by lint.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

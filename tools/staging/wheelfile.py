@@ -6,8 +6,6 @@ the user's), and its own lazy reader fetches the parts that are needed. What was
 read is kept in the user's cache. Used by drift.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

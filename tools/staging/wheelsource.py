@@ -12,8 +12,6 @@ What the wheel does not hold (.cpp files, tests, docs) cannot be patched here.
 Used by checkout (which clones it) and farm (which needs the way back).
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

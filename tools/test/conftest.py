@@ -5,8 +5,6 @@ size, so most tests use this one: seconds instead of minutes, and every failure
 can be provoked.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import os

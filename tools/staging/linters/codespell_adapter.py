@@ -1,7 +1,5 @@
 """codespell with the few words this field spells its own way."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The line of JSON lintrunner reads for every finding. Used by all adapters."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

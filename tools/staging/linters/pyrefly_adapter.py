@@ -6,8 +6,6 @@ The torchgen driver is left out: it runs in the staged Python, on a torchgen tha
 this environment does not have.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 python ruff_adapter.py check|format @paths
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

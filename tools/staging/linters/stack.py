@@ -4,8 +4,6 @@ measured numbers in the documents name the results file they are from.
 The paths lintrunner passes are ignored: these rules are about the whole.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

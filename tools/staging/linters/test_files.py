@@ -1,7 +1,5 @@
 """PyTorch's TESTOWNERS and TEST_HAS_MAIN for files below test/."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

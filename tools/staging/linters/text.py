@@ -5,8 +5,6 @@ tree readable anywhere: plain ASCII, no path of somebody's machine, no file
 that nobody reads to the end.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

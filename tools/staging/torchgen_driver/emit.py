@@ -10,8 +10,6 @@ Everything below ``out`` has the layout of a PyTorch build:
     python/                   annotated_fn_args.py
 """
 
-from __future__ import annotations
-
 import re
 from argparse import Namespace
 from pathlib import Path

@@ -9,8 +9,6 @@ Writes OUT/result.json: {"added": [...], "changed": [...]}, or {"error": text}
 with exit status 1 when torchgen or the overlay rejects the change.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -5,8 +5,6 @@ silently wrong: torchgen gives a dispatch key without entries a default index,
 and kernels of structured ops vanish.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
