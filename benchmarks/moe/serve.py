@@ -16,14 +16,13 @@ other jobs on the machine and waiting for the other rank; ``--clock wall`` inclu
 """
 
 import dataclasses
-import pathlib
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable
 
 from peers import make_peers, OURS
-from report import figure, parse, progress, show
+from report import parse, progress, show
 from shapes import SERVE_SHAPE as SHAPE
 
 import torch
@@ -277,19 +276,6 @@ def run(ranks: int, trace: list[dict], clock: str) -> list[dict]:
     return rows
 
 
-def plot(rows: list[dict], path: pathlib.Path) -> None:
-    """Step time over the tokens of a step, one panel per number of ranks."""
-    counts = sorted({row["ranks"] for row in rows})
-    grid = {"figsize": (6 * len(counts), 4), "squeeze": False}
-    with figure(path, 1, len(counts), **grid) as axes:
-        for axis, ranks in zip(axes[0], counts):
-            for row in (r for r in rows if r["ranks"] == ranks):
-                axis.plot(*zip(*row["steps"]), ".", ms=3, label=row["form"])
-            axis.set(xlabel="tokens of a step", ylabel="ms", yscale="log")
-            axis.set_title(f"{ranks} rank(s)")
-            axis.legend(fontsize=8)
-
-
 def main() -> None:
     options = {"ranks": [1, 2], "requests": 40, "rate": 16.0, "clock": tuple(CLOCKS)}
     args = parse(__doc__, **options)
@@ -301,8 +287,6 @@ def main() -> None:
     show(title, rows, [name for name in rows[0] if name != "steps"])
     shape = SHAPE.sizes() | {"layers": LAYERS}
     save(args.out, shape=shape, clock=args.clock, rows=rows, trace=trace)
-    if args.out:
-        plot(rows, args.out / "serve.png")
 
 
 if __name__ == "__main__":
