@@ -146,7 +146,9 @@ class TestMeasured(TestCase):
         self.assertRegex(of_float, r"against float32 [\d.]+ ms")
         layer.bfloat16()
         # Each candidate runs once where there is no budget for more.
-        with mock.patch.object(F, "moe_mlp", wraps=F.moe_mlp) as calls:
+        # Its tensors are not on the default device.
+        wrapped = mock.patch.object(F, "moe_mlp", wraps=F.moe_mlp)
+        with wrapped as calls, torch.device("meta"):
             select_recipe(layer, "cpu", tokens=40, seconds=0.0)
         self.assertEqual(calls.call_count, 1 + len(F._MOE_RECIPES))
         # PyTorch itself never selects a recipe.

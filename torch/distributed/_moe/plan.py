@@ -132,7 +132,7 @@ class Plan:
     def is_inside_nodes(self) -> bool:
         """Whether all copies are on the node of their home."""
         num_ranks, per_node = self.topology.num_ranks, self.topology.ranks_per_node
-        ranks = torch.arange(num_ranks)[:, None]
+        ranks = torch.arange(num_ranks, device=self.slot_experts.device)[:, None]
         home = self.slot_experts // (self.num_experts // num_ranks)
         home = torch.where(self.slot_experts < 0, ranks, home)
         return bool((home // per_node == ranks // per_node).all())

@@ -79,14 +79,15 @@ def cpu_call(row: CpuRow) -> tuple[Callable[[], object], float]:
 
     def weight(rows: int, columns: int) -> torch.Tensor:
         if row.transposed:
-            w = torch.empty(E, columns, rows, dtype=dtype).transpose(1, 2)
+            w = torch.empty(E, columns, rows, dtype=dtype, device="cpu").transpose(1, 2)
         else:
-            w = torch.empty(E, rows, columns, dtype=dtype)
-        return w.copy_(torch.randn(rows, columns, generator=gen) * columns**-0.5)
+            w = torch.empty(E, rows, columns, dtype=dtype, device="cpu")
+        drawn = torch.randn(rows, columns, generator=gen, device="cpu")
+        return w.copy_(drawn * columns**-0.5)
 
-    x = torch.randn(T, D, generator=gen).to(dtype).requires_grad_(grad)
-    ids = torch.rand(T, E, generator=gen).topk(K, 1).indices
-    weights = torch.full((T, K), 1.0 / K).requires_grad_(grad)
+    x = torch.randn(T, D, generator=gen, device="cpu").to(dtype).requires_grad_(grad)
+    ids = torch.rand(T, E, generator=gen, device="cpu").topk(K, 1).indices
+    weights = torch.full((T, K), 1.0 / K, device="cpu").requires_grad_(grad)
     w_in = weight(2 * F, D).requires_grad_(grad)
     w_out = weight(D, F).requires_grad_(grad)
     leaves = (x, weights, w_in, w_out)
@@ -201,12 +202,18 @@ def measure_exchange(
     for tokens, d, local, k in exchanges:
         gen = torch.Generator().manual_seed(dist.get_rank(group))
         switch = TokenSwitchAllToAll(group, local * ranks)
-        x = torch.randn(tokens, d, generator=gen).bfloat16().requires_grad_()
-        ids = torch.rand(tokens, local * ranks, generator=gen).topk(k, 1).indices
-        calls.append((switch, ids, x, torch.ones(tokens, k, requires_grad=True)))
+        x = (
+            torch.randn(tokens, d, generator=gen, device="cpu")
+            .bfloat16()
+            .requires_grad_()
+        )
+        scores = torch.rand(tokens, local * ranks, generator=gen, device="cpu")
+        ids = scores.topk(k, 1).indices
+        weights = torch.ones(tokens, k, device="cpu", requires_grad=True)
+        calls.append((switch, ids, x, weights))
     times: list[list[list[float]]] = [[[], []] for _ in calls]
     # The weights that experts read empty the caches before every part.
-    others = torch.zeros(1 << 22)
+    others = torch.zeros(1 << 22, device="cpu")
 
     def timed(function: Callable[..., Any], *args: Any) -> tuple[float, Any]:
         others.add_(1)
@@ -329,7 +336,7 @@ def calibrate(
             p, constants=constants, provenance="measured on this machine"
         )
     calls, hit = zip(*(cpu_call(row) for row in CPU_ROWS))
-    read = torch.zeros(1 << 24)
+    read = torch.zeros(1 << 24, device="cpu")
     *measured, whole = measure_calls([*calls, read.sum], seconds, tick)
     fitted = fit_cpu(CPU_ROWS, hit, measured, 1.25 * read.nbytes / whole)
     cpu = dataclasses.replace(fitted, turn=turn)

@@ -255,20 +255,21 @@ def _measured(
     """As :func:`_modelled`, but measured with a random layer on the device."""
     from torch.distributed._tools.moe_calibration import measure_calls
 
-    gen = torch.Generator().manual_seed(0)
+    gen = torch.Generator("cpu").manual_seed(0)
 
     dtype = layer.dtype
 
     def leaf(*shape: int) -> torch.Tensor:
         # Experts are equal, as drawing all of them may take longer than the measurement.
-        x = torch.randn(*shape[-2:], generator=gen, dtype=dtype) * shape[-1] ** -0.5
-        return x.to(device).expand(shape).contiguous().requires_grad_(training)
+        x = torch.randn(*shape[-2:], generator=gen, dtype=dtype, device="cpu")
+        x = x.to(device) * shape[-1] ** -0.5
+        return x.expand(shape).contiguous().requires_grad_(training)
 
     T, D, H, E, K = layer[:5]
     x, w_in, w_out = leaf(T, D), leaf(E, (1 + gated) * H, D), leaf(E, D, H)
     # A rank with fewer than K experts gets at most one choice of each.
     K = min(K, E)
-    ids = torch.rand(T, E, generator=gen).topk(K, 1).indices.to(device)
+    ids = torch.rand(T, E, generator=gen, device="cpu").topk(K, 1).indices.to(device)
     weights = torch.full((T, K), 1 / K, device=device, requires_grad=training)
     leaves = (x, weights, w_in, w_out)
     recipes = (None, *_nn.functional._MOE_RECIPES)

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.moe_lora import add_lora
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -340,6 +341,53 @@ class TestEdges(GlooTest):
         add_lora(whole, 2)
         with self.assertRaisesRegex(ValueError, "'w_in' is parametrized"):
             parallelize_module(whole, mesh, ExpertParallel())
+
+    def test_parametrizations_of_each_expert(self):
+        class Parametrization(nn.Module):
+            def __init__(self, function, **tensors):
+                super().__init__()
+                self.function, self.tensors = function, nn.ParameterDict(tensors)
+
+            def forward(self, w):
+                return self.function(w, *self.tensors.values())
+
+        def layer(parametrization):
+            made = nn.MoE(D, H, E, K, dtype=torch.float64)
+            register_parametrization(made, "w_in", parametrization)
+            return made
+
+        gain, mask = torch.rand(E, 1, 1).double(), torch.rand(E, 2 * H, D).double()
+        weight_norm(normed := nn.MoE(D, H, E, K, dtype=torch.float64), "w_out")
+        tanh = layer(Parametrization(torch.tanh))
+        gains = layer(Parametrization(torch.mul, gain=gain))
+        for whole in (normed, tanh, gains):
+            self.check(self.parallel(whole), whole, STEPS[0])
+        self.parallel(layer(nn.Dropout(0.5)))  # is compared without noise
+
+        spectral_norm(spectral := nn.MoE(D, H, E, K, dtype=torch.float64), "w_in")
+        one = torch.ones(()).double()
+        for whole, message in (
+            (
+                layer(Parametrization(lambda w: w / w.norm())),
+                "Parametrization, .* other weights",
+            ),
+            (
+                layer(Parametrization(lambda w: w - w.mean(0))),
+                "of 2 experts it gives other",
+            ),
+            (
+                layer(Parametrization(lambda w: w * mask)),
+                "it raises The size of tensor",
+            ),
+            (
+                layer(Parametrization(torch.mul, scale=one)),
+                "must have the experts on dim 0",
+            ),
+            (spectral, "'w_in' of MoE .* by _SpectralNorm, .* it raises"),
+        ):
+            with self.assertRaisesRegex(ValueError, message):
+                self.parallel(whole)
+        self.assertTrue(spectral.parametrizations.w_in[0].training)
 
     @parametrize("options", [{}, {"num_chunks": 2}])
     def test_low_rank_adapters_of_grouped_experts(self, options):

@@ -16,11 +16,13 @@ from typing import Any, cast, Protocol, TYPE_CHECKING
 
 import torch
 from torch import nn, Tensor
+from torch._guards import detect_fake_mode
+from torch.func import functional_call
 from torch.nn.utils import parametrize
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 
 __all__ = [
@@ -203,6 +205,58 @@ def present_name(module: nn.Module, name: str) -> str:
     of_part = name.split(".")[1] if name.startswith("parametrizations.") else ""
     merged = of_part and not parametrize.is_parametrized(module, of_part)
     return of_part if merged else name
+
+
+def trained_parameters(
+    module: nn.Module, dims: dict[str, int | None], roles: tuple[str, ...]
+) -> dict[str, int | None]:
+    """``dims`` with the parameters from which a parametrization, as by LoRA, computes a weight."""
+    found: dict[str, int | None] = {}
+    for name, dim in dims.items():
+        if not parametrize.is_parametrized(module, name):
+            found[name] = dim
+            continue
+        if "tp" in roles:
+            raise ValueError(
+                f"ExpertParallel: {name!r} is parametrized, whose parts a mesh with a tensor "
+                "parallel dim can't shard; use a mesh without"
+            )
+        parts = module.get_submodule(f"parametrizations.{name}").named_parameters()
+        found |= {f"parametrizations.{name}.{part}": None for part, _ in parts}
+    return found
+
+
+def check_parametrizations(module: nn.Module, names: Iterable[str], count: int) -> None:
+    """Raises if a parametrization does not compute the weights of ``count`` experts from them alone."""
+    for name in names:
+        if not parametrize.is_parametrized(module, name):
+            continue
+        parts = module.get_submodule(f"parametrizations.{name}")
+        params = dict(parts.named_parameters())
+        tensors = [*params.values(), *parts.buffers()]
+        if any(x.is_meta for x in tensors) or detect_fake_mode(tensors) is not None:
+            continue
+        modes = {m: m.training for m in parts.modules()}
+        what = (
+            f"ExpertParallel: {name!r} of {type(module).__name__} is parametrized by "
+        )
+        what += ", ".join(type(p).__name__ for p in parts.children())
+        what += ", which must compute the weight of each expert from its own parameters; from those of "
+        what += f"{count} experts it "
+        try:
+            parts.eval()  # spectral_norm, for one, changes its buffers in training
+            with torch.no_grad():
+                whole = parts()[:count]
+                mine = functional_call(parts, {n: p[:count] for n, p in params.items()})
+                change, size = (mine - whole).norm(), whole.norm()
+        except Exception as error:
+            raise ValueError(f"{what}raises {error}") from error
+        finally:
+            for m, training in modes.items():
+                m.training = training
+        # More than the rounding of any dtype, whatever the number of experts.
+        if change > 1e-2 * size:
+            raise ValueError(f"{what}gives other weights (by {change / size:.2g})")
 
 
 class GroupedExpertsAdapter(ExpertAdapter):

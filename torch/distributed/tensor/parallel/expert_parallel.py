@@ -38,7 +38,9 @@ from torch.distributed.tensor.parallel._expert_adapters import (
     ExpertAdapter,
     Experts,
     GroupedExpertsAdapter,
+    check_parametrizations,
     present_name,
+    trained_parameters,
 )
 from torch.distributed.tensor.parallel._expert_mesh import (
     expert_shard_placement,
@@ -551,7 +553,7 @@ class ExpertParallel(ParallelStyle):
             )
         adapter = self._find_adapter(module)
         roles = self._roles(device_mesh)
-        dims = _trained(module, adapter.expert_parameters(module), roles)
+        dims = trained_parameters(module, adapter.expert_parameters(module), roles)
         num_experts = self._check(module, adapter, dims, roles, device_mesh)
         placed, slots = None, num_experts
         if self.placement is not None:
@@ -634,13 +636,13 @@ class ExpertParallel(ParallelStyle):
                     f"{param.placements}; expert parallelism comes before data parallelism"
                 )
             shapes[name] = tuple(param.shape)
-        counts = {shape[0] for shape in shapes.values()}
-        if len(counts) != 1:
+        counts = {shape[:1] for shape in shapes.values()}
+        if len(counts) != 1 or () in counts:
             raise ValueError(
                 "ExpertParallel: expert parameters must have the experts on dim 0, got "
                 f"shapes {shapes}"
             )
-        num_experts = counts.pop()
+        (num_experts,) = counts.pop()
         ep_size = mesh.size(roles.index("ep"))
         if num_experts % ep_size:
             more = -num_experts % ep_size
@@ -656,6 +658,8 @@ class ExpertParallel(ParallelStyle):
                 f"expert parameter with {more} experts of zeros, and the router so that nothing "
                 f"chooses them. These experts go on {ranks} ranks"
             )
+        names = adapter.expert_parameters(module)
+        check_parametrizations(module, names, num_experts // ep_size)
         if "tp" in roles:
             adapter.check_tensor_parallel(module)
             tp_size = mesh.size(roles.index("tp"))
@@ -719,25 +723,6 @@ def _node_mesh(ep_mesh: DeviceMesh, per_node: int) -> DeviceMesh:
     return DeviceMesh.from_group(
         groups, ep_mesh.device_type, mesh=ranks, mesh_dim_names=("node", "local")
     )
-
-
-def _trained(
-    module: nn.Module, dims: dict[str, int | None], roles: tuple[str, ...]
-) -> dict[str, int | None]:
-    """``dims`` with the parameters from which a parametrization, as by LoRA, computes a weight."""
-    found: dict[str, int | None] = {}
-    for name, dim in dims.items():
-        if not parametrize.is_parametrized(module, name):
-            found[name] = dim
-            continue
-        if "tp" in roles:
-            raise ValueError(
-                f"ExpertParallel: {name!r} is parametrized, whose parts a mesh with a tensor "
-                "parallel dim can't shard; use a mesh without"
-            )
-        parts = module.get_submodule(f"parametrizations.{name}").named_parameters()
-        found |= {f"parametrizations.{name}.{part}": None for part, _ in parts}
-    return found
 
 
 # DTensors that parallelize_module made of parameters, for other modules with the same parameter.
