@@ -34,11 +34,11 @@ from torch.distributed.tensor import (
     Shard,
 )
 from torch.distributed.tensor.parallel._expert_adapters import (
+    check_parametrizations,
     DEFAULT_ADAPTERS,
     ExpertAdapter,
     Experts,
     GroupedExpertsAdapter,
-    check_parametrizations,
     present_name,
     trained_parameters,
 )
