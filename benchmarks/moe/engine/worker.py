@@ -290,7 +290,7 @@ def serve(worker: object) -> None:
         except Exception as error:
             traceback.print_exc()
             message = f"{type(error).__name__}: {error}"
-            answer = {"error": message.splitlines()[0][:200]}
+            answer = {"error": " ".join(message.split())[:300]}
         print(json.dumps(answer), file=answers, flush=True)
 
 
