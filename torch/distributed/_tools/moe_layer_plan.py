@@ -174,11 +174,11 @@ def layer_chunks(
     Keyword Args:
         shared_f (int): width of the shared experts.
         dtype (str): of the products, see :func:`experts`.
-        kernel (str): of the products; it and the next two have no meaning for a CPU.
+        kernel (str): of the products. A CPU ignores it, ``wire_dtype``, ``imbalance`` and ``exchange``.
         wire_dtype (str): of the rows on their way to the experts; bf16 returns.
         imbalance (float): heaviest rank over mean rank.
         candidates (sequence of int): chunks to compare.
-        exchange: ``domain``, ``algorithm`` and ``node_limit`` of :func:`all_to_all`, likewise.
+        exchange: ``domain``, ``algorithm`` and ``node_limit`` of :func:`all_to_all`.
     """
     check_layer("layer_chunks", tokens, d, f, num_experts, k, ep)
     if p.cpu is not None:
