@@ -7,8 +7,13 @@
 #include <ATen/native/MoETopk.h>
 #include <ATen/native/MoETopkCPU.h>
 #include <ATen/native/cpu/MoEPacking.h>
-#include <ATen/native/cpu/MoETopkSelect.h>
 
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace at::native {
@@ -40,6 +45,70 @@ void scores_of_row(const scalar_t* logits, int64_t n, bool softmax, acc_t* score
   vec::map([sum](Vec x) { return x / Vec(sum); }, scores, scores, n);
 }
 
+// A larger rank is better in the order of at::sort(stable, descending): NaN before all,
+// 0 and -0 equal.
+template <typename scalar_t>
+using rank_t = std::conditional_t<std::is_same_v<scalar_t, double>, int64_t, int32_t>;
+
+template <typename scalar_t>
+rank_t<scalar_t> rank_of(scalar_t value) {
+  using rank = rank_t<scalar_t>;
+  constexpr auto kMax = std::numeric_limits<rank>::max();
+  value += scalar_t(0); // -0 to 0
+  rank bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  bits ^= (bits >> (8 * sizeof(rank) - 1)) & kMax;
+  return value == value ? bits : kMax;
+}
+
+template <typename scalar_t>
+scalar_t value_of(rank_t<scalar_t> rank) {
+  rank ^= (rank >> (8 * sizeof(rank) - 1)) & std::numeric_limits<rank_t<scalar_t>>::max();
+  scalar_t value;
+  std::memcpy(&value, &rank, sizeof(value));
+  return value;
+}
+
+// A rank and its place as one key; of equal ranks the lower place is better.
+int64_t key_of(int32_t rank, int64_t place) {
+  return (static_cast<int64_t>(rank) << 32) | (0xffffffff - place);
+}
+
+int64_t place_of(int64_t key) {
+  return 0xffffffff - (key & 0xffffffff);
+}
+
+std::pair<int64_t, int64_t> key_of(int64_t rank, int64_t place) {
+  return {rank, -place};
+}
+
+int64_t place_of(const std::pair<int64_t, int64_t>& key) {
+  return -key.second;
+}
+
+template <typename rank>
+using key_t = decltype(key_of(rank(), 0));
+
+// A lower bound of the k-th largest rank that few others exceed: the k-th largest of the
+// maxima of 2k or more groups.
+template <typename rank>
+rank bound_of_best(const rank* ranks, int64_t n, int64_t k, std::vector<rank>& maxima) {
+  const int64_t groups = std::max<int64_t>(2 * k, 16);
+  if (n < 2 * groups) {
+    return std::numeric_limits<rank>::min();
+  }
+  maxima.assign(ranks, ranks + groups);
+  for (int64_t begin = groups; begin < n; begin += groups) {
+    const int64_t size = std::min(groups, n - begin);
+    for (int64_t i = 0; i < size; ++i) {
+      maxima[i] = std::max(maxima[i], ranks[begin + i]);
+    }
+  }
+  const auto kth = maxima.begin() + (k - 1);
+  std::nth_element(maxima.begin(), kth, maxima.end(), std::greater<>());
+  return *kth;
+}
+
 // Chooses the experts of one row after another, in buffers of its own.
 template <typename acc_t>
 class Chooser {
@@ -52,9 +121,7 @@ class Chooser {
         size_(num_experts / spec.num_groups),
         bias_(bias),
         ranks_(num_experts),
-        copy_(num_experts + kBlock),
-        keys_(num_experts + kBlock),
-        other_(num_experts + kBlock),
+        keys_(num_experts + 1),
         group_ranks_(spec.num_groups),
         chosen_groups_(spec.num_groups) {}
 
@@ -79,8 +146,24 @@ class Chooser {
   }
 
  private:
+  // Places of the k best of n ranks, best first.
   void best(const rank* ranks, int64_t n, int64_t k, int64_t* places) {
-    select_best(ranks, n, k, places, copy_.data(), keys_.data(), other_.data());
+    if (k == 1) {
+      *places = std::max_element(ranks, ranks + n) - ranks;
+      return;
+    }
+    const rank bound = bound_of_best(ranks, n, k, maxima_);
+    // Without a branch on the rank, which no predictor would know. The last key may be
+    // written past those that are kept.
+    auto last = keys_.begin();
+    for (int64_t place = 0; place < n; ++place) {
+      *last = key_of(ranks[place], place);
+      last += ranks[place] >= bound;
+    }
+    const auto kth = keys_.begin() + k;
+    std::nth_element(keys_.begin(), kth, last, std::greater<>());
+    std::sort(keys_.begin(), kth, std::greater<>());
+    std::transform(keys_.begin(), kth, places, [](const auto& key) { return place_of(key); });
   }
 
   // Ascending ids, so that ties between experts go to the lower one.
@@ -103,8 +186,8 @@ class Chooser {
 
   int64_t groups_, top_groups_, size_;
   const acc_t* bias_;
-  std::vector<rank> ranks_, copy_;
-  std::vector<int64_t> keys_, other_;
+  std::vector<rank> ranks_, maxima_;
+  std::vector<key_t<rank>> keys_;
   std::vector<rank> group_ranks_;
   std::vector<int64_t> chosen_groups_;
 };
