@@ -140,20 +140,20 @@ class Predictor:
     exchange = staticmethod(all_to_all)
 
     def a2a(self, r: Row, p: Profile) -> float:
-        T, d, k, ep = (number(r, x) for x in ("T", "d", "K", "EP"))
+        T, d, e, k, ep = (number(r, x) for x in ("T", "d", "E", "K", "EP"))
         domain = number(r, "domain", 8)
         limit = 4 if "top-4" in r["note"] and ep > domain else 0
         units = re.search(r"(\d+) SMs", r["note"])
         algorithm = ALGORITHMS.get(r["impl"], "hierarchical")
         t = self.exchange(
-            p, T, d, k, ep, domain=domain, dtype=r["dtype"], algorithm=algorithm,
+            p, T, d, e, k, ep, domain=domain, dtype=r["dtype"], algorithm=algorithm,
             node_limit=limit, combine=r["pass"] == "combine",
             units=int(units[1]) if units else 0,
         )  # fmt: skip
         if r["unit"] == "us":
             return t * 1e6
         # Published bandwidth counts copies to nodes, or to ranks of one domain, own included.
-        w = copies(ep, domain, k, limit)
+        w = copies(ep, domain, e, k, limit)
         logical = T * d * cost.ITEMSIZE[r["dtype"]]
         return logical * (w.nodes if ep > domain else w.ranks) / t / 1e9
 
@@ -164,7 +164,7 @@ class Predictor:
         if r["impl"] == "megamoe":
             return fused_layer(p, T, d, f, e, k, ep, domain, dtype) * scale
         algorithm = ALGORITHMS.get(r["impl"], "hierarchical")
-        comm = 2 * all_to_all(p, T, d, k, ep, domain=domain, algorithm=algorithm)
+        comm = 2 * all_to_all(p, T, d, e, k, ep, domain=domain, algorithm=algorithm)
         pass_, rows = r["pass"], T * k
         options = {"dtype": dtype, "pass_": pass_, "tokens": T}
         t = cost.experts(p, rows, d, f, e / ep, kernel="mcore", **options)
@@ -270,11 +270,11 @@ class InductorPredictor(Predictor):
         return super().__call__(row) if row["level"] == "a2a" else None
 
     def exchange(
-        self, p: Profile, tokens: float, d: int, k: int, ep: int, *, domain: int,
+        self, p: Profile, tokens: float, d: int, e: int, k: int, ep: int, *, domain: int,
         dtype: str, algorithm: str, node_limit: int, **_: Any,
     ) -> float:  # fmt: skip
         kind = ALL_TO_ALLS[algorithm]
-        w = copies(ep, domain, k, node_limit, kind.dedup)
+        w = copies(ep, domain, e, k, node_limit, kind.dedup)
         row = tokens * d * cost.ITEMSIZE[dtype]
         if ep <= domain or kind.one_hop:
             return self.seconds(p, row * w.ranks, ep, min(ep, domain), domain)
@@ -315,7 +315,7 @@ def fused_layer(
 ) -> float:
     """One kernel for dispatch, both products and combine (DeepGEMM's MegaMoE)."""
     comm = sum(
-        all_to_all(p, T, d, k, ep, domain=domain, dtype=w, algorithm="one_sided")
+        all_to_all(p, T, d, e, k, ep, domain=domain, dtype=w, algorithm="one_sided")
         for w in ("fp8", "bf16")
     )
     rows = T * k

@@ -102,7 +102,7 @@ def shares(name: str, f: int, e: int, k: int) -> dict:
         p, tokens * k, d, f, local, kernel="deepgemm++", dtype=dtype, pass_="fwd+bwd",
         tokens=tokens,
     )  # fmt: skip
-    args = (p, tokens, d, k, RANKS)
+    args = (p, tokens, d, e, k, RANKS)
     comm = 2 * all_to_all(*args, domain=8, dtype=dtype, combine=False)
     comm += 2 * all_to_all(*args, domain=8, dtype="bf16", combine=True)
     whole = sum(parts.values()) + comm

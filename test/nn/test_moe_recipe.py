@@ -210,7 +210,7 @@ class TestBadInput(TestCase):
         [
             ({"config": "no-model"}, ValueError, "model must be one of"),
             ({"config": 3}, TypeError, "config must be a MoEConfig, the name of one or a module, got int"),
-            ({"config": torch.nn.Linear(2, 2)}, ValueError, "neither a .config nor a parameter"),
+            ({"config": torch.nn.Linear(2, 2)}, ValueError, "neither a .config nor parameters"),
             ({"device": "H9000"}, ValueError, "device must be a device of this machine, one of A100"),
             ({"device": "meta"}, ValueError, "a torch.device is measured, so it must be one of ['cpu'"),
             ({"device": 3}, TypeError, "device must be a str, a torch.device or a Profile, got int"),

@@ -70,6 +70,10 @@ class TestLoadReport(TestCase):
             load_report(counts, overflow=torch.ones(3))
         with self.assertRaisesRegex(ValueError, "names must be of the 2 layers, got 1"):
             load_report(counts, names=["a"])
+        with self.assertRaisesRegex(
+            ValueError, r"names must be different, got \['a', 'a'\]"
+        ):
+            load_report(counts, names=["a", "a"])
         for value in (-1.0, math.nan, math.inf):
             with self.assertRaisesRegex(ValueError, "finite and not negative"):
                 load_report(counts * value)

@@ -50,7 +50,7 @@ def check_links(all_to_all):
 
                 def seconds(p, tokens=4096, d=7168, **kw):
                     return all_to_all(
-                        p, tokens, d, 8, ep, algorithm=algorithm, units=units, **kw
+                        p, tokens, d, 256, 8, ep, algorithm=algorithm, units=units, **kw
                     )
 
                 now = seconds(base)
@@ -110,15 +110,15 @@ def check_bytes(wire_bytes):
 
     gen = torch.Generator().manual_seed(0)
     T, E, K, W, L = 4000, 64, 4, 16, 4
-    ids = [torch.randint(E, (T, K), generator=gen) for _ in range(W)]
+    ids = [torch.rand(T, E, generator=gen).topk(K).indices for _ in range(W)]
     for shape, domain in (((W,), W), ((W // L, L), L)):
         want = deduplicated_rows(ids, E, shape)
-        got = wire_bytes(T, 256, K, W, domain)
+        got = wire_bytes(T, 256, E, K, W, domain)
         assert set(got) == set(want), (set(got), set(want))
         for level, rows in want.items():
             counted = sum(rows) / W * 256 * 2
             assert abs(got[level] / counted - 1) < 0.01, (level, got[level], counted)
-    flat = wire_bytes(T, 256, K, W, L, dedup=False)
+    flat = wire_bytes(T, 256, E, K, W, L, dedup=False)
     sent = sum((i // (E // W) != r).sum().item() for r, i in enumerate(ids)) / W
     assert abs(flat["flat"] / (sent * 512) - 1) < 0.01
 
@@ -156,9 +156,9 @@ class TestProperties(TestCase):
         check_bytes(wire_bytes)
 
         def broken(
-            tokens, d, k, ep, domain, *args, **kw
+            tokens, d, e, k, ep, domain, *args, **kw
         ):  # its own rank counted as well
-            got = wire_bytes(tokens, d, k, ep, domain, *args, **kw)
+            got = wire_bytes(tokens, d, e, k, ep, domain, *args, **kw)
             return {level: n * ep / (ep - 1) for level, n in got.items()}
 
         with self.assertRaises(AssertionError):
@@ -174,7 +174,7 @@ class TestProperties(TestCase):
     def test_nothing_to_do(self):
         p = profile("H100")
         self.assertEqual(cost.gemm(p, 8, 0, 64, 64), 0)
-        self.assertEqual(all_to_all(p, 4096, 7168, 8, 1), 0)
+        self.assertEqual(all_to_all(p, 4096, 7168, 256, 8, 1), 0)
         c = CpuConstants()
         self.assertEqual(cpu_experts(c, 0, 64, 64, 8, 2), c.call_us * 1e-6)
 
@@ -193,7 +193,7 @@ class TestProperties(TestCase):
         with self.assertRaisesRegex(
             ValueError, "algorithm must be one of .*got 'ring'"
         ):
-            all_to_all(p, 1, 1, 1, 2, algorithm="ring")
+            all_to_all(p, 1, 1, 2, 1, 2, algorithm="ring")
         with self.assertRaisesRegex(ValueError, "dtype must be one of .*got 'int3'"):
             cost.gemm(p, 1, 1, 1, 1, "int3")
         for place, name in enumerate(("groups", "m", "n", "k")):
@@ -241,20 +241,20 @@ class TestProperties(TestCase):
     @parametrize(
         "name,bad",
         [
-            ("tokens", -1), ("d", 0), ("k", 0), ("ep", 0), ("ep", -1), ("ep", 2.5),
+            ("tokens", -1), ("d", 0), ("num_experts", 0), ("k", 0), ("k", 9), ("ep", 0), ("ep", -1), ("ep", 2.5),
             ("domain", -1), ("imbalance", 0), ("node_limit", -1), ("units", -1),
             ("dtype", "foo"), ("algorithm", "ring"),
         ],
     )  # fmt: skip
     def test_bad_exchange(self, name, bad):
-        args = {"tokens": 64, "d": 64, "k": 2, "ep": 8, name: bad}
+        args = {"tokens": 64, "d": 64, "num_experts": 8, "k": 2, "ep": 8, name: bad}
         with self.assertRaisesRegex(
             ValueError, f"^all_to_all: {name} must be .*, got {bad!r}$"
         ):
             all_to_all(profile("H100"), **args)
 
     def test_one_sided_stays_in_a_domain(self):
-        args = (profile("H100"), 4096, 7168, 8)
+        args = (profile("H100"), 4096, 7168, 256, 8)
         times = [all_to_all(*args, ep, algorithm="one_sided") for ep in (2, 4, 8)]
         self.assertEqual(times, sorted(times))
         with self.assertRaisesRegex(ValueError, "ep must be at most the 8 .*got 16"):

@@ -65,7 +65,8 @@ class TestConfig(TestCase):
         class Experts(nn.Module):
             def __init__(self):
                 super().__init__()
-                self.w = nn.Parameter(torch.empty(2, 4, 8))
+                self.up = nn.Parameter(torch.empty(2, 8, 4))
+                self.down = nn.Parameter(torch.empty(2, 4, 8))
 
         model = nn.ModuleList([nn.Linear(4, 4), Experts(), nn.Linear(4, 4), Experts()])
         model.config = {**QWEN3_30B, "num_hidden_layers": 4}
@@ -130,6 +131,44 @@ class TestConfig(TestCase):
         self.assertEqual({k: getattr(got, k) for k in want}, want)
         with self.assertRaisesRegex(ValueError, "neither a .config nor"):
             MoEConfig.from_module(nn.Linear(2, 2))
+        with self.assertRaisesRegex(
+            ValueError, "which fit D or F without an Embedding"
+        ):
+            MoEConfig.from_module(Experts())
+        with self.assertRaisesRegex(ValueError, r"which fit no \(D, F\) with D = 32"):
+            MoEConfig.from_module(nn.Sequential(nn.Embedding(9, 32), Experts()))
+        with self.assertWarnsRegex(UserWarning, "several shapes; those of '0'"):
+            MoEConfig.from_module(nn.ModuleList(nn.MoE(8, 4, E, 2) for E in (4, 6)))
+
+    @unittest.skipUnless(HAS_MOE, "needs nn.MoE")
+    @parametrize("options", ({}, {"separate_up": True}, {"activation": "relu2"}))
+    @parametrize("lora", (False, True))
+    def test_from_layer(self, options, lora):
+        kw = {**options, "device": "meta"}
+        layers = [nn.MoE(2048, 768, 8, 2, **kw) for _ in range(2)]
+        if lora:
+            from torch.nn.utils.moe_lora import add_lora
+
+            for layer in layers:
+                add_lora(layer, rank=4, alpha=8)
+        position = nn.ParameterList([torch.empty(1, 16, 2048)])
+        for model in (layers[0], nn.Sequential(position, *layers)):
+            got = MoEConfig.from_module(model)
+            sizes = (got.d, got.f, got.experts, got.k, got.gated)
+            self.assertEqual(sizes, (2048, 768, 8, 2, "activation" not in options))
+            self.assertEqual(got.layers, 1 if model is layers[0] else 2)
+
+    def test_layers_between_those_with_experts(self):
+        llama4 = {**QWEN3_30B, "model_type": "llama4_text", "num_local_experts": 128,
+                  "intermediate_size": 8192, "intermediate_size_mlp": 16384,
+                  "interleave_moe_layer_step": 2}  # fmt: skip
+        del llama4["moe_intermediate_size"], llama4["num_experts"]
+        got = MoEConfig.from_config({"text_config": llama4})
+        sizes = (got.f, got.shared_f, got.dense, got.dense_f)
+        self.assertEqual(sizes, (8192, 8192, 24, 16384))
+        config = {**QWEN3_30B, "decoder_sparse_step": 3, "mlp_only_layers": [0, 2]}
+        got = MoEConfig.from_config(config)
+        self.assertEqual((got.dense, got.dense_f), (48 - 15, 6144))
 
     def test_bad_sizes(self):
         with self.assertRaisesRegex(ValueError, "k must be at most experts = 4, got 5"):
@@ -177,6 +216,24 @@ class TestMemory(TestCase):
 
         with self.assertRaises(AssertionError):
             check_saved_bytes(broken)
+
+    def test_sizes_reach_the_activations(self):
+        model, layout = MODELS["llama4-scout"], Layout(gpus=64, ep=8, recompute="none")
+        got = memory(model, layout)
+        for change, less, factor in (
+            ({"gated": False}, "experts", None), ({"dense": 24}, "experts", 0.5),
+            ({"dense": 24, "dense_f": 16384}, "experts", None), ({"mtp": 1}, "attention", 49 / 48),
+        ):  # fmt: skip
+            other = memory(dataclasses.replace(model, **change), layout)
+            ratio = getattr(other, less) / getattr(got, less)
+            if factor is None:
+                self.assertLess(ratio, 1)
+            else:
+                self.assertEqual(ratio, factor)
+        twice = memory(model, dataclasses.replace(layout, dtype="fp32"))
+        self.assertEqual(
+            (twice.experts, twice.attention), (2 * got.experts, 2 * got.attention)
+        )
 
     def test_recompute(self):
         model = MODELS["qwen3-30b-a3b"]
@@ -256,6 +313,24 @@ class TestSteps(TestCase):
         self.assertEqual(seconds, sorted(seconds))
         self.assertGreater(seconds[2], 1.1 * seconds[0])
 
+    def test_more_work_is_never_faster(self):
+        p = profile("H100")
+        for pp in (2, 5, 7, 16):
+            for name in ("gpt-oss-120b", "llama4-scout"):
+                model = MODELS[name]
+                layout = Layout(gpus=64 * pp, ep=8, pp=pp)
+                seconds = [
+                    train_step(
+                        p, dataclasses.replace(model, **change), layout,
+                        global_batch=1024, imbalance=imbalance,
+                    ).seconds
+                    for change, imbalance in (
+                        ({"dense": 24}, 1.0), ({}, 1.0), ({}, 1.05), ({}, 1.3),
+                        ({"layers": model.layers + 1}, 1.3), ({"layers": 2 * model.layers}, 1.3),
+                    )
+                ]  # fmt: skip
+                self.assertEqual(seconds, sorted(seconds), msg=f"{name} {pp}")
+
     def test_infer(self):
         p, model = profile("H800"), MODELS["deepseek-v3"]
         kw = {"ep": 64, "phase": "decode"}
@@ -311,6 +386,7 @@ class TestRuntimeEstimator(TestCase):
             self.assertEqual(estimate.by_op["_moe_mlp"], 0)
 
 
+instantiate_parametrized_tests(TestConfig)
 instantiate_parametrized_tests(TestMemory)
 
 if __name__ == "__main__":

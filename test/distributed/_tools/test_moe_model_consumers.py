@@ -4,6 +4,7 @@
 
 import dataclasses
 import itertools
+import math
 import pickle
 from unittest import mock
 
@@ -108,7 +109,7 @@ class TestSchedule(TestCase):
         args = (256, 1024, 256, 16, 8, 2)
         there, work, back, shared = cpu_parts(p, *args, 2, shared_f=512)
         # All tokens have an expert on the other rank: their rows, at the link's rate.
-        rows = 128 * (1 - 2**-8)
+        rows = 128 * (1 - 1 / math.comb(16, 8))
         self.assertEqual(there, 3e-4 + rows * 2048 / 2e7)
         self.assertEqual(back, there)
         self.assertEqual(shared, cpu_experts(p.cpu, 256, 1024, 512, 1, 1))
@@ -186,8 +187,8 @@ class TestInductor(TestCase):
         turns = dataclasses.replace(p, cpu=CpuConstants(turn=64.0))
         want = 0.2 + 1e3 * (2 * 192 - 64) / 1e6
         self.assertEqual(inductor_estimate(turns)(node), want)
-        args = (8, 16, 4, 4)
-        sent = 8 * 16 * 2 * copies(4, 4, 4).fast
+        args = (8, 16, 64, 4, 4)
+        sent = 8 * 16 * 2 * copies(4, 4, 64, 4).fast
         before, after = (all_to_all(q, *args, domain=4) for q in (p, turns))
         rate = 1e6 * p.constants.fast
         self.assertEqual(after - before, (sent - 64) / rate, rtol=1e-9, atol=0)
@@ -320,9 +321,9 @@ class TestLinks(MultiThreadedTestCase):
         sizes = [(4, 32, 2, 2), (64, 64, 2, 2)]
         found = measure_exchange(p, group, sizes, lambda: 1e-3 * next(ticks))
         q = dataclasses.replace(p, cpu=found)
-        for tokens, d, _, k in sizes:
+        for tokens, d, local, k in sizes:
             for pass_, want in (("fwd", 2e-3), ("fwd+bwd", 4e-3)):
-                got = cpu_exchange(q, tokens, d, k, 2, pass_=pass_)
+                got = cpu_exchange(q, tokens, d, 2 * local, k, 2, pass_=pass_)
                 self.assertEqual(got, want, rtol=0.05, atol=0)
         shape = (64, 64, 32, 4, 2)
         both, forward = (cpu_layer(q, *shape, 2, pass_=x) for x in ("fwd+bwd", "fwd"))

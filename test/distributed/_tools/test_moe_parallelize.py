@@ -542,6 +542,20 @@ class TestExplained(TestCase):
         self.assertIn(f"in {found.where[0]} of", text)
         self.assertIn("layers.0 ... layers.1, each", text)
 
+    def test_layers_of_a_dict(self):
+        def peak(container):
+            model = Decoder(layers=4)
+            model.position = nn.Parameter(torch.zeros(1, 1, 64))
+            if container is nn.ModuleDict:
+                model.layers = Layers({str(i): m for i, m in enumerate(model.layers)})
+            return explain_memory(model, one_sequence, recompute="full").total
+
+        class Layers(nn.ModuleDict):
+            def __iter__(self):
+                return iter(self.values())
+
+        self.assertEqual(peak(nn.ModuleDict), peak(nn.ModuleList))
+
     def test_the_model_is_left_alone(self):
         model = Tied()
         before = copy.deepcopy(model.state_dict())
@@ -556,6 +570,13 @@ class TestExplained(TestCase):
             explain_memory(nn.Linear(2, 2))
         with self.assertRaisesRegex(ValueError, "batch must be an integer from 1 to"):
             explain_memory(nn.MoE(8, 8, 4, 2), batch=0)
+        for loss, options, error in (
+            (one_sequence, {"recompute": "Full"}, "recompute must be 'none' or 'full', got 'Full'"),
+            (lambda m: m.embedding.weight, {}, "loss must be one number, got shape"),
+            (one_sequence, {"optimizer": torch.optim.Adafactor}, "optimizer must not read .*Adafactor"),
+        ):  # fmt: skip
+            with self.assertRaisesRegex(ValueError, error):
+                explain_memory(model, loss, **options)
         with self.assertRaisesRegex(ValueError, "must have a parameter that requires"):
             explain_memory(nn.MoE(8, 8, 4, 2).requires_grad_(False))
 

@@ -244,7 +244,10 @@ def measure_exchange(
     def loss(v: dict[str, float]) -> float:
         q = dataclasses.replace(p, cpu=dataclasses.replace(cpu, **v))
         cases = itertools.product(exchanges, ("fwd", "fwd+bwd"))
-        got = (cpu_exchange(q, t, d, k, ranks, pass_=x) for (t, d, _, k), x in cases)
+        got = (
+            cpu_exchange(q, t, d, local * ranks, k, ranks, pass_=x)
+            for (t, d, local, k), x in cases
+        )
         return sum(
             abs(math.log(g / t)) for g, t in zip(got, slowest.flatten().tolist())
         )

@@ -6,6 +6,9 @@
 
 from __future__ import annotations
 
+import math
+import warnings
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +17,7 @@ from torch.distributed._tools.moe_arguments import check, RANGES
 from torch.nn.modules.conv import _ConvNd
 
 
-__all__ = ["MODELS", "MoEConfig", "has_experts"]
+__all__ = ["MODELS", "MoEConfig", "expert_weights"]
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,11 @@ class MoEConfig:
     def matrices(self) -> int:
         return 3 if self.gated else 2
 
+    @property
+    def gated_f(self) -> int:
+        """Width of gated experts with as many weights, which the models of kernels take."""
+        return max(1, round(self.f * self.matrices / 3))
+
     def parameters(self) -> dict[str, float]:
         """Numbers of parameters: of the routed experts, and of the rest."""
         attention = sum(n * k for n, k in self.attention())
@@ -130,7 +138,7 @@ class MoEConfig:
         """From a transformers configuration, or a dict like its ``config.json``.
 
         Args:
-            config: the configuration.
+            config: the configuration, or one of several parts with its ``text_config``.
             where (str): prefix of errors, such as a file.
         """
 
@@ -138,6 +146,8 @@ class MoEConfig:
             if isinstance(config, dict):
                 return config.get(key)
             return getattr(config, key, None)
+
+        config = read("text_config") or config
 
         def first(size: str, *keys: str, default: int | None = None) -> int:
             for key in keys:
@@ -154,7 +164,18 @@ class MoEConfig:
         shared = first("shared_f", "shared_expert_intermediate_size", default=0)
         shared_experts = ("n_shared_experts", "num_shared_experts")
         shared = shared or first("shared_f", *shared_experts, default=0) * f
-        dense = first("dense", "first_k_dense_replace", default=0)
+        # Llama 4 has one shared expert, and other names for the same things.
+        llama4 = str(read("model_type")).startswith("llama4")
+        shared = f if llama4 else shared
+        wide = ("intermediate_size_mlp",) if llama4 else ("intermediate_size",)
+        leading = first("dense", "first_k_dense_replace", default=0)
+        every = first(
+            "layers", "decoder_sparse_step", "interleave_moe_layer_step", default=1
+        )
+        plain = read("mlp_only_layers") or ()
+        dense = sum(
+            i < leading or i in plain or (i + 1) % every > 0 for i in range(layers)
+        )
         types = read("layer_types") or ()
         if not isinstance(types, (list, tuple)):
             raise ValueError(f"{where}: layer_types must be a list, got {types!r}")
@@ -176,7 +197,7 @@ class MoEConfig:
             "vocab": first("vocab", "vocab_size"),
             "shared_f": shared,
             "dense": dense,
-            "dense_f": first("dense_f", "intermediate_size", default=f) if dense else 0,
+            "dense_f": first("dense_f", *wide, default=f) if dense else 0,
             "mla": read("kv_lora_rank") is not None,
             "node_limit": per_token if groups > per_token else 0,
             "window": 1 - sliding / 2 if window else 1.0,
@@ -201,32 +222,37 @@ class MoEConfig:
 
         The module may be on the meta device or fake: only shapes are read.
         """
+        weights = expert_weights(module)
         if (config := getattr(module, "config", None)) is not None:
             config = getattr(config, "text_config", config)
             found = MoEConfig.from_config(config)
             # Configurations name layers without experts in many ways; the module shows them.
-            dense = found.layers - sum(map(has_experts, module.modules()))
+            dense = found.layers - len(weights)
             if found.dense < dense < found.layers:
                 width = getattr(config, "intermediate_size", found.f)
                 found = replace(found, dense=dense, dense_f=width)
             return found
-        shapes = [tuple(q.shape) for q in module.parameters() if q.dim() == 3]
-        if not shapes:
+        if not weights:
             raise ValueError(
-                "MoEConfig.from_module: module has neither a .config nor a parameter of "
+                "MoEConfig.from_module: module has neither a .config nor parameters of "
                 "three dimensions (E, F, D)"
+            )
+        name, shapes = next(iter(weights.items()))
+        if any(sorted(other) != sorted(shapes) for other in weights.values()):
+            warnings.warn(
+                f"MoEConfig.from_module: experts of several shapes; those of {name!r} are taken for all",
+                stacklevel=2,
             )
         embedding = max(
             (m for m in module.modules() if isinstance(m, torch.nn.Embedding)),
             key=lambda m: m.num_embeddings,
             default=None,
         )
-        d = embedding.embedding_dim if embedding else None
-        up = next(s for s in shapes if d in (None, s[1], s[2]))
-        d = d or min(up[1], up[2])
-        width = up[1] if up[2] == d else up[2]
-        layer_experts = [m for m in module.modules() if has_experts(m)]
-        per_layer = max(len(shapes) // max(len(layer_experts), 1), 1)
+        layer = module.get_submodule(name)
+        d = layer.embed_dim if isinstance(layer, torch.nn.MoE) else None
+        if d is None and embedding is not None:
+            d = embedding.embedding_dim
+        d, f, gated = _layer_sizes(name, shapes, d)
         top_k = next(
             (int(v) for m in module.modules() for n in ("top_k", "k", "topk")
              if isinstance(v := getattr(m, n, None), int) and v > 0),
@@ -236,17 +262,64 @@ class MoEConfig:
             v := getattr(m, "head_dim", None), int) and v > 0), min(128, d))  # fmt: skip
         heads = max(d // head, 1)
         return MoEConfig(
-            layers=max(len(layer_experts), 1), d=d, f=width if per_layer > 2 else width // 2,
-            experts=up[0], k=top_k, heads=heads, kv_heads=heads, head_dim=head,
+            layers=len(weights), d=d, f=f, experts=shapes[0][0], k=top_k, heads=heads,
+            kv_heads=heads, head_dim=head, gated=gated,
             vocab=embedding.num_embeddings if embedding else 1,
         )  # fmt: skip
 
 
-def has_experts(module: torch.nn.Module) -> bool:
-    # A convolution over time has a weight of three dimensions, too.
-    return not isinstance(module, _ConvNd) and any(
-        q.dim() == 3 for q in module.parameters(recurse=False)
-    )
+def expert_weights(model: torch.nn.Module) -> dict[str, list[tuple[int, ...]]]:
+    """Shapes of the stacked weights of experts, by the names of the modules that hold them.
+
+    Those are two or more parameters of three dimensions with the same first one: of the module, of
+    its parametrizations (the original one, of several the largest), or of children with one each,
+    as torchtitan's GroupedLinear.
+    """
+    found: defaultdict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
+    for name, module in model.named_modules():
+        if isinstance(module, _ConvNd):  # one over time has such a weight, too
+            continue
+        owner, parametrized, _ = name.partition("parametrizations.")
+        for key, q in module.named_parameters(recurse=False):
+            if q.dim() == 3 and (not parametrized or key.startswith("original")):
+                held = found[owner.rstrip(".")]
+                weight = name if parametrized else key
+                held[weight] = max(held.get(weight, ()), tuple(q.shape), key=math.prod)
+    for name in [n for n, held in found.items() if n and len(held) == 1]:
+        found[name.rpartition(".")[0]][name] = next(iter(found.pop(name).values()))
+    return {
+        name: [*held.values()]
+        for name, held in found.items()
+        if len(held) > 1 and len({shape[0] for shape in held.values()}) == 1
+    }
+
+
+def _layer_sizes(
+    name: str, shapes: list[tuple[int, ...]], d: int | None
+) -> tuple[int, int, bool]:
+    """D, F and whether there are gates, of the shapes of the weights of a layer.
+
+    Gate, up and down projections have D and F; two of them are one (2F, D) if there are gates.
+    """
+    pairs = [shape[1:] for shape in shapes]
+    sizes = set()
+    for size in {*pairs[0]} if d is None else {d}:
+        if all(size in pair for pair in pairs):
+            widths = [max(a * b // size, 1) for a, b in pairs]
+            f = min(widths)
+            if {*widths} <= {f, 2 * f}:
+                sizes.add((size, f, len(pairs) > 2 or max(widths) > f))
+    if len(sizes) != 1:
+        what = "no (D, F)" if not sizes else "D or F"
+        raise ValueError(
+            f"MoEConfig.from_module: {name!r} has weights of shapes {shapes}, which fit {what}"
+            + (
+                f" with D = {d}"
+                if d is not None
+                else " without an Embedding or a .config"
+            )
+        )
+    return sizes.pop()
 
 
 # Sizes as in the models' published configurations.

@@ -118,8 +118,8 @@ def cpu_experts(
 
 
 def cpu_exchange(
-    p: Profile, tokens: float, d: int, k: int, ep: int, *, dtype: str = "bf16",
-    pass_: str = "fwd",
+    p: Profile, tokens: float, d: int, num_experts: int, k: int, ep: int, *,
+    dtype: str = "bf16", pass_: str = "fwd",
 ) -> float:  # fmt: skip
     """Seconds of dispatch and combine on a CPU: messages, and the cores' work for them.
 
@@ -131,23 +131,26 @@ def cpu_exchange(
     Args:
         p (Profile): the machine, with ``p.cpu``.
         tokens (float): T of a rank.
-        d, k, ep (int): D, K, and ranks that share the experts.
+        d, num_experts, k, ep (int): D, E of all ranks, K, and ranks that share the experts.
 
     Keyword Args:
         dtype (str): of the rows.
         pass_ (str): ``"fwd"`` or ``"fwd+bwd"``.
     """
-    check("cpu_exchange", {"rows": "tokens"}, rows=tokens, d=d, k=k, ep=ep)
+    names = {"rows": "tokens", "experts": "num_experts"}
+    check("cpu_exchange", names, rows=tokens, d=d, experts=num_experts, k=k, ep=ep)
     if ep == 1:
         return 0.0
     c = p.cpu
     if c is None:
         raise ValueError("cpu_exchange: p must be a profile of a CPU, p.cpu is None")
     messages = sum(
-        all_to_all(p, tokens, d, k, ep, domain=ep, dtype=dtype, combine=back)
+        all_to_all(
+            p, tokens, d, num_experts, k, ep, domain=ep, dtype=dtype, combine=back
+        )
         for back in (False, True)
     )
-    rows = tokens * copies(ep, ep, k).ranks
+    rows = tokens * copies(ep, ep, num_experts, k).ranks
     copied = rows * d * ITEMSIZE[dtype] / c.copy
     forward = messages + 2 * copied + (p.constants.fast_us + c.exchange_us) * US
     if pass_ == "fwd":
@@ -173,7 +176,7 @@ def cpu_layer(
         raise ValueError("cpu_layer: p must be a profile of a CPU, p.cpu is None")
     work = cpu_experts(p.cpu, tokens, d, f, num_experts // ep, k, **experts)
     both = {name: experts[name] for name in ("dtype", "pass_") if name in experts}
-    return work + cpu_exchange(p, tokens, d, k, ep, **both)
+    return work + cpu_exchange(p, tokens, d, num_experts, k, ep, **both)
 
 
 def cpu_parts(
@@ -203,10 +206,10 @@ def cpu_parts(
         raise ValueError("cpu_parts: p must be a profile of a CPU, p.cpu is None")
     t = tokens / chunks
     there, back = (
-        all_to_all(p, t, d, k, ep, domain=ep, dtype=dtype, combine=combine)
+        all_to_all(p, t, d, num_experts, k, ep, domain=ep, dtype=dtype, combine=combine)
         for combine in (False, True)
     )
-    around = cpu_exchange(p, t, d, k, ep, dtype=dtype) - there - back
+    around = cpu_exchange(p, t, d, num_experts, k, ep, dtype=dtype) - there - back
     around -= p.constants.fast_us * US if ep > 1 else 0.0
     work = cpu_experts(p.cpu, t, d, f, num_experts // ep, k, dtype=dtype)
     shared = 0.0

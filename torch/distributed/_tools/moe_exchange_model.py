@@ -18,7 +18,14 @@ if TYPE_CHECKING:
     from torch.distributed._tools.moe_profile import Profile
 
 
-__all__ = ["ALL_TO_ALLS", "all_to_all", "copies", "link_seconds", "wire_bytes"]
+__all__ = [
+    "ALL_TO_ALLS",
+    "all_to_all",
+    "copies",
+    "hit_share",
+    "link_seconds",
+    "wire_bytes",
+]
 
 
 def link_seconds(
@@ -42,27 +49,39 @@ class Copies(NamedTuple):
     ranks: float
 
 
-def distinct(bins: float, choices: float) -> float:
-    """Expected number of different bins that uniform choices hit."""
-    return bins * (1 - (1 - 1 / bins) ** choices)
+def hit_share(share: float, num_experts: float, k: int) -> float:
+    """Probability that one of the ``k`` experts of a token is in a share of all experts.
+
+    A router chooses different experts, so this is a draw without replacement.
+    """
+    here = share * num_experts
+    return 1 - math.prod(max(0.0, 1 - here / (num_experts - i)) for i in range(k))
 
 
 def copies(
-    ep: int, domain: int, k: int, node_limit: int = 0, dedup: bool = True
+    ep: int,
+    domain: int,
+    num_experts: int,
+    k: int,
+    node_limit: int = 0,
+    dedup: bool = True,
 ) -> Copies:
-    """Expected copies of a token with ``k`` uniform experts.
+    """Expected copies of a token with ``k`` different experts of ``num_experts``, all equally likely.
 
     Args:
         ep (int): ranks that share the experts.
         domain (int): ranks joined by the fast link.
-        k (int): experts of a token.
+        num_experts (int): E.
+        k (int): K.
         node_limit (int): most nodes a token may go to; 0 for any.
         dedup (bool): one copy per rank and one per node, else one per expert.
     """
     nodes = math.ceil(ep / domain)  # one with fewer ranks counts as a full one
     reach = min(nodes, node_limit) if node_limit else nodes
-    to_nodes = distinct(reach, k) if nodes > 1 else 1.0
-    ranks = distinct(ep if nodes <= reach else reach * domain, k) if ep > 1 else 1.0
+    near = ep if nodes <= reach else reach * domain
+    among = max(num_experts * reach / nodes, k)
+    to_nodes = reach * hit_share(1 / reach, among, k) if nodes > 1 else 1.0
+    ranks = near * hit_share(1 / near, among, k) if ep > 1 else 1.0
     ranks = min(ranks, k) if dedup else k
     slow = (to_nodes if dedup else k) * (1 - 1 / nodes) if nodes > 1 else 0.0
     return Copies(ranks * (1 - 1 / ep), slow, to_nodes, ranks)
@@ -103,7 +122,12 @@ ALL_TO_ALLS = {
 def _check(
     who: str, algorithm: str, dtype: str, tokens: float, **sizes: int | float
 ) -> None:
-    check(who, {"rows": "tokens", "gpus": "domain"}, rows=tokens, **sizes)
+    names = {"rows": "tokens", "gpus": "domain", "experts": "num_experts"}
+    check(who, names, rows=tokens, **sizes)
+    if sizes["k"] > sizes["experts"]:
+        raise ValueError(
+            f"{who}: k must be at most num_experts = {sizes['experts']}, got {sizes['k']}"
+        )
     for name, value, known in (
         ("algorithm", algorithm, ALL_TO_ALLS),
         ("dtype", dtype, ITEMSIZE),
@@ -118,6 +142,7 @@ def all_to_all(
     p: Profile,
     tokens: float,
     d: int,
+    num_experts: int,
     k: int,
     ep: int,
     *,
@@ -135,6 +160,7 @@ def all_to_all(
         p (Profile): the device.
         tokens (float): T of a rank.
         d (int): D.
+        num_experts (int): E of all ranks.
         k (int): K.
         ep (int): ranks that share the experts; ``"one_sided"`` needs them in one domain.
 
@@ -148,8 +174,8 @@ def all_to_all(
         units (int): SMs of the communication kernel; 0 for as many as needed.
     """
     domain = domain or p.device.domain
-    _check("all_to_all", algorithm, dtype, tokens, d=d, k=k, ep=ep, gpus=domain,
-           node_limit=node_limit, imbalance=imbalance, units=units)  # fmt: skip
+    _check("all_to_all", algorithm, dtype, tokens, d=d, experts=num_experts, k=k, ep=ep,
+           gpus=domain, node_limit=node_limit, imbalance=imbalance, units=units)  # fmt: skip
     if algorithm == "one_sided" and ep > domain:
         raise ValueError(
             f"all_to_all: ep must be at most the {domain} ranks of a domain, whose memory "
@@ -158,7 +184,7 @@ def all_to_all(
     if ep == 1:
         return 0.0
     c, dev, kind = p.constants, p.device, ALL_TO_ALLS[algorithm]
-    w = copies(ep, domain, k, node_limit, kind.dedup)
+    w = copies(ep, domain, num_experts, k, node_limit, kind.dedup)
     if (
         algorithm == "one_sided"
     ):  # a copy per distinct rank; a router spreads K over them
@@ -183,17 +209,17 @@ def all_to_all(
 
 
 def wire_bytes(
-    tokens: float, d: int, k: int, ep: int, domain: int, dtype: str = "bf16", *,
-    node_limit: int = 0, dedup: bool = True,
+    tokens: float, d: int, num_experts: int, k: int, ep: int, domain: int,
+    dtype: str = "bf16", *, node_limit: int = 0, dedup: bool = True,
 ) -> dict[str, float]:  # fmt: skip
     """Expected bytes a rank sends to others in a dispatch, by level.
 
     The levels are those of :func:`torch.distributed._moe.exchange.count_wire_bytes`:
     ``flat`` without deduplication between nodes, else ``node`` and ``local``.
     """
-    _check("wire_bytes", "flat", dtype, tokens, d=d, k=k, ep=ep, gpus=domain,
-           node_limit=node_limit)  # fmt: skip
-    w = copies(ep, domain, k, node_limit, dedup)
+    _check("wire_bytes", "flat", dtype, tokens, d=d, experts=num_experts, k=k, ep=ep,
+           gpus=domain, node_limit=node_limit)  # fmt: skip
+    w = copies(ep, domain, num_experts, k, node_limit, dedup)
     row = d * ITEMSIZE[dtype]
     if not dedup or ep <= domain:
         return {"flat": tokens * row * w.fast}

@@ -60,24 +60,28 @@ def infer(
         read = cost.stream(p, half * context * 2 * model.cached, 2)
         compute += cost.smooth_max(read, flops / (0.6 * dev.bf16))
     compute += cost.stream(p, half * model.d * 20, 10)
+    gated = model.matrices / 3  # widths as of gated products
+    plain = compute + cost.dense_mlp(p, half, model.d, model.dense_f * gated, dtype)
     compute += cost.experts(
-        p, half * model.k * imbalance, model.d, model.f, (model.experts + redundant) / ep,
+        p, half * model.k * imbalance, model.d, model.gated_f, (model.experts + redundant) / ep,
         kernel="deepgemm++", dtype=dtype, tokens=half,
     )  # fmt: skip
-    compute += cost.dense_mlp(p, half, model.d, model.shared_f, dtype)
+    compute += cost.dense_mlp(p, half, model.d, model.shared_f * gated, dtype)
     compute += cost.router(p, half, model.d, model.experts, model.k)
     comm = sum(
         all_to_all(
-            p, half, model.d, model.k, ep, domain=domain or None, dtype=wire,
+            p, half, model.d, model.experts, model.k, ep, domain=domain or None, dtype=wire,
             algorithm="hierarchical" if phase == "prefill" else "low_latency",
             node_limit=model.node_limit, imbalance=imbalance, combine=wire == "bf16",
         )
         for wire in (dtype, "bf16")
     )  # fmt: skip
-    compute *= p.constants.stack
+    compute, plain = compute * p.constants.stack, plain * p.constants.stack
     layer = 2 * max(compute, comm) if two_batches else compute + comm
+    body = layer * (model.layers - model.dense)
+    body += (2 if two_batches else 1) * plain * model.dense
     head = cost.gemm(p, 1, tokens if phase == "decode" else 8, model.vocab, model.d)
-    return tokens / (layer * model.layers + head)
+    return tokens / (body + head)
 
 
 def inference_table(
@@ -109,8 +113,8 @@ def inference_table(
     degrees = [e for e in degrees if gpus % e == 0 == model.experts % e]
     if not degrees:
         raise ValueError(
-            f"inference_table: ep must divide {gpus} GPUs and {model.experts} experts, "
-            f"got {ep}"
+            f"inference_table: ep must divide {gpus} GPUs and {model.experts} experts: "
+            f"{[e for e in range(1, gpus + 1) if gpus % e == 0 == model.experts % e]}, got {ep}"
         )
     weights, size = model.parameters(), cost.ITEMSIZE[dtype]
     held = (
@@ -135,11 +139,19 @@ def inference_table(
         if need[e] <= 0.9 * p.device.memory
     ]  # fmt: skip
     if not out:
-        least = min(need, key=need.__getitem__)
+        least, more = min(need, key=need.__getitem__), 1
+        rest = weights["other"] * size + held
+        while more < model.experts and (
+            rest + weights["expert"] * size / more > 0.9 * p.device.memory
+        ):
+            more *= 2
+        near = ""
+        if rest + weights["expert"] * size / more <= 0.9 * p.device.memory:
+            near = f". Nearest that works: gpus={max(more, gpus // more * more)}, ep={more}"
         raise ValueError(
             f"inference_table: {dtype} weights and cache fit on no ep of {gpus} GPUs with "
             f"{p.device.memory / 1e9:.0f} GB; at ep={least} they need "
-            f"{need[least] / 1e9:.0f} GB"
+            f"{need[least] / 1e9:.0f} GB{near}"
         )
     return sorted(out, key=lambda r: -r["tokens_per_second_per_gpu"])
 
@@ -162,7 +174,14 @@ def cpu_table(
         if pass_ == "fwd+bwd" and t == 1:
             continue
         experts = cpu_experts(
-            p.cpu, t, model.d, model.f, model.experts, model.k, dtype=dtype, pass_=pass_
+            p.cpu,
+            t,
+            model.d,
+            model.gated_f,
+            model.experts,
+            model.k,
+            dtype=dtype,
+            pass_=pass_,
         )
         dense = 2 * t * weights["other"] / cpu_rate(p.cpu, t, dtype)
         dense = cost.smooth_max(

@@ -191,7 +191,7 @@ def layer_chunks(
         t = tokens / n
         there, back = (
             all_to_all(
-                p, t, d, k, ep, imbalance=imbalance, combine=combine, dtype=wire,
+                p, t, d, num_experts, k, ep, imbalance=imbalance, combine=combine, dtype=wire,
                 **exchange,
             )
             for combine, wire in ((False, wire_dtype), (True, "bf16"))
@@ -230,7 +230,7 @@ def chunk_choice(p: Profile, model: MoEConfig, x: Layout, tokens: float) -> Choi
     if x.ep == 1:
         return Choice("chunks", 1, "no exchange to hide")
     ranked = layer_chunks(
-        p, tokens, model.d, model.f, model.experts, model.k, x.ep, shared_f=model.shared_f,
+        p, tokens, model.d, model.gated_f, model.experts, model.k, x.ep, shared_f=model.shared_f,
         dtype=x.dtype, kernel=x.kernel, domain=x.domain or None, algorithm=x.algorithm,
         node_limit=x.node_limit,
     )  # fmt: skip
@@ -306,8 +306,10 @@ def rounding_choice(
         ), 1
     kw: dict[str, Any] = {"kernel": x.kernel, "dtype": x.dtype, "pass_": "fwd+bwd"}
     full = local * round(mean / tile) * tile
-    rounded = cost.experts(p, full, model.d, model.f, local, **kw)
-    ragged = cost.experts(p, rows + local * tile / 2, model.d, model.f, local, **kw)
+    rounded = cost.experts(p, full, model.d, model.gated_f, local, **kw)
+    ragged = cost.experts(
+        p, rows + local * tile / 2, model.d, model.gated_f, local, **kw
+    )
     gain = 1 - rounded / ragged * (mean / (round(mean / tile) * tile))
     align = tile if gain > 0.03 else 1
     reason = f"{mean:.0f} rows an expert; half a tile of {tile} each is {gain:.1%} of the experts' time"

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from dataclasses import replace
 from typing import NamedTuple, TYPE_CHECKING
 
 from torch.distributed._tools.moe_cost_model import ITEMSIZE, LOW_PRECISION
@@ -68,7 +70,8 @@ class Memory(NamedTuple):
 
     Attributes:
         weights: bf16 weights, gradients, sharded optimizer state.
-        attention, experts: activations kept for backward, all micro-batches in flight.
+        attention, experts: activations kept for backward, all micro-batches in flight;
+            of dense layers as of experts.
         reserve: of the framework, its buffers and fragmentation.
         total: of all.
     """
@@ -93,7 +96,8 @@ def memory(
 ) -> Memory:
     """Peak bytes of a GPU in training.
 
-    Recomputation: ``"selective"`` computes norms, activation functions and the up-projections
+    Layers of multi-token prediction are on the last pipeline rank, so they count without a
+    pipeline only. Recomputation: ``"selective"`` computes norms, activation functions and the up-projections
     of latent attention again, ``"full"`` keeps only the input of a block.
 
     Keyword Args:
@@ -101,36 +105,50 @@ def memory(
         global_batch (int, optional): bounds the micro-batches in flight.
         capacity (float): rows that the experts' buffers hold, over the mean.
     """
+    if layout.pp == 1:
+        model = replace(model, layers=model.layers + model.mtp, mtp=0)
     weights = model.parameters()
     other = weights["other"] / layout.tp / layout.pp
     expert = weights["expert"] / layout.ep / layout.expert_tp / layout.pp
     own = expert / layout.expert_dp * uneven(model, layout)
     sharded = (other / layout.dp + own) * layout.replicate
-    held = (2 + layout.gradient_bytes) * (other + expert)
+    size = _itemsize(layout)
+    held = (size + layout.gradient_bytes) * (other + expert)
     held += layout.optimizer_bytes * sharded
     if layout.fsdp:
         held = (layout.gradient_bytes + layout.optimizer_bytes) * sharded
         held += _gathered(model, layout)
     t = layout.micro_batch * seq / layout.cp / layout.tp
     rows, low = t * model.k * capacity, layout.dtype in LOW_PRECISION
-    attention = t * 2 * (model.d * 4 + sum(n for n, _ in model.attention()))
-    experts = saved_bytes(t, rows, model.d, model.f, kernel=layout.kernel)
-    shared = saved_bytes(t, t, model.d, model.shared_f) if model.shared_f else 0.0
+    attention = t * size * (model.d * 4 + sum(n for n, _ in model.attention()))
+    kept = functools.partial(
+        saved_bytes, t, d=model.d, gated=model.gated, itemsize=size
+    )
+    experts = kept(rows, f=model.f, kernel=layout.kernel)
+    shared = kept(t, f=model.shared_f) if model.shared_f else 0.0
+    dense = kept(t, f=model.dense_f) if model.dense_f else 0.0
     if layout.recompute == "full":
-        attention = experts = shared = 0.0
+        attention = experts = shared = dense = 0.0
     elif layout.recompute == "selective":
         attention *= (0.35 if model.mla else 0.6) * (0.6 if low else 1)
-        experts = saved_bytes(t, rows, model.d, model.f)
+        experts = kept(rows, f=model.f)
         if layout.kernel == "mcore":  # its gathered input as well, in 8 bits if low
-            experts += rows * model.d * (1 if low else 2)
+            experts += rows * model.d * (1 if low else size)
     flight = layout.pp
     if global_batch is not None:
         flight = min(layout.accumulation(global_batch), layout.pp)
     if layout.virtual > 1:
         flight *= 1 + (layout.pp - 1) / (layout.pp * layout.virtual)
     layers = model.layers / layout.pp * flight
-    attention = (attention + 2 * t * model.d) * layers
-    return Memory(held, attention, (experts + shared) * layers, 6e9)
+    attention = (attention + size * t * model.d) * layers
+    moe = 1 - model.dense / model.layers
+    mlps = (experts + shared) * moe + dense * (1 - moe)
+    return Memory(held, attention, mlps * layers, 6e9)
+
+
+def _itemsize(layout: Layout) -> float:
+    """Bytes of weights and activations; products of 8 bits read weights of bfloat16."""
+    return max(ITEMSIZE[layout.dtype], ITEMSIZE["bf16"])
 
 
 def uneven(model: MoEConfig, layout: Layout) -> float:
@@ -144,15 +162,16 @@ def uneven(model: MoEConfig, layout: Layout) -> float:
 def _gathered(model: MoEConfig, layout: Layout) -> float:
     """Bytes that FSDP holds unsharded: all outside the layers, two layers, a layer's gradients."""
     around = 2 * model.vocab * model.d
-    return ITEMSIZE["bf16"] * (around + 3 * block_weights(model, layout))
+    return _itemsize(layout) * (around + 3 * block_weights(model, layout))
 
 
-def block_weights(model: MoEConfig, layout: Layout) -> float:
+def block_weights(model: MoEConfig, layout: Layout, dense: bool = False) -> float:
     """Weights of a block on a rank, whose gradients are accumulated in float32."""
-    own = model.matrices * model.d * model.f * model.experts
+    own = model.matrices * model.d * model.f * model.experts * (not dense)
     own /= layout.ep * layout.expert_tp
     other = sum(n * k for n, k in model.attention())
-    return own + (other + model.matrices * model.d * model.shared_f) / layout.tp
+    width = model.dense_f if dense else model.shared_f
+    return own + (other + model.matrices * model.d * width) / layout.tp
 
 
 def layer_peak(

@@ -104,7 +104,7 @@ class Plan:
         if static and x.ep > 1:
             nodes = x.ep // self.domain if "token_switch" in options else 1
             tokens = math.ceil(self.tokens / self.chunks)
-            known = self.model.k, self.capacity_factor, OVERFLOW
+            known = self.model.experts, self.model.k, self.capacity_factor, OVERFLOW
             near = rows_of_pair(tokens * nodes, x.ep, *known)
             far = rows_of_pair(tokens, nodes, *known)
             options["capacity"] = (far, near) if nodes > 1 else near
@@ -280,7 +280,7 @@ def plan(
     rows = tokens * model.k
     chunks = chunk_choice(p, model, x, tokens)
     rounding, align = rounding_choice(p, model, x, rows)
-    sizes = (rows, model.d, model.f, model.experts / x.ep)
+    sizes = (rows, model.d, model.gated_f, model.experts / x.ep)
     recipe, times = fastest_dtypes(p, *sizes, dtypes)
     recipe_reason = "; ".join(
         f"{which} " + ", ".join(f"{dt} {1e3 * t:.2f} ms" for dt, t in s.items())

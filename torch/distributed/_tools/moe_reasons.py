@@ -81,13 +81,13 @@ def _reasons(
     def exchange(algorithm: str) -> float:
         return 1e3 * sum(
             all_to_all(
-                p, tokens, model.d, model.k, x.ep, domain=domain, dtype=w,
+                p, tokens, model.d, model.experts, model.k, x.ep, domain=domain, dtype=w,
                 algorithm=algorithm, node_limit=x.node_limit, combine=w == "bf16",
             ) for w in (x.wire, "bf16")
         )  # fmt: skip
 
     wire = wire_bytes(
-        tokens, model.d, model.k, x.ep, domain, x.wire,
+        tokens, model.d, model.experts, model.k, x.ep, domain, x.wire,
         node_limit=x.node_limit, dedup=x.algorithm != "flat",
     )  # fmt: skip
     sent = ", ".join(f"{v / 1e6:.0f} MB {k}" for k, v in wire.items())

@@ -227,7 +227,7 @@ class Search:
                 return None
             return layout if self.fits(self.memory(layout, n * each)) else None
 
-        most = min(64 * gpus, int(RANGES["gpus"][1]))
+        most = min(max(64 * gpus, 1 << 14), int(RANGES["gpus"][1]))
         for x in self.options(most):
             unit = _unit(x)
             low, high = (gpus - 1) // unit, most // unit

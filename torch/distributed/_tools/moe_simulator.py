@@ -20,6 +20,7 @@ from typing import NamedTuple, TYPE_CHECKING
 
 import torch
 from torch.distributed._tools.moe_arguments import check
+from torch.distributed._tools.moe_exchange_model import hit_share
 from torch.distributed._tools.moe_step_model import train_step
 
 
@@ -130,7 +131,7 @@ def replicated_imbalance(
 
 
 def rows_of_pair(
-    tokens: int, ranks: int, k: int, factor: float, overflow: float
+    tokens: int, ranks: int, num_experts: int, k: int, factor: float, overflow: float
 ) -> int:
     """Rows from one rank to another, exceeded in a share ``overflow`` of steps.
 
@@ -139,11 +140,12 @@ def rows_of_pair(
     Args:
         tokens (int): of the sender.
         ranks (int): ranks that have the experts, and send.
+        num_experts (int): E.
         k (int): K.
         factor (float): heaviest rank over mean.
         overflow (float): for all pairs together.
     """
-    hit = 1 - (1 - min(1.0, factor / ranks)) ** k
+    hit = hit_share(min(1.0, factor / ranks), num_experts, k)
     z = statistics.NormalDist().inv_cdf(1 - overflow / ranks**2)
     rows = tokens * hit + z * math.sqrt(tokens * hit * (1 - hit))
     return min(tokens, math.ceil(rows))

@@ -9,9 +9,12 @@ from typing import cast, NamedTuple, TYPE_CHECKING
 
 import torch
 from torch import nn, Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensorMode,
+)
 from torch.distributed._tools.moe_arguments import check
-from torch.distributed._tools.moe_config import has_experts
+from torch.distributed._tools.moe_config import expert_weights
 from torch.distributed._tools.moe_trace import (
     causal_loss,
     checkpointed,
@@ -19,6 +22,7 @@ from torch.distributed._tools.moe_trace import (
     layers_with,
     LiveBytes,
 )
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.module_tracker import ModuleTracker
 
@@ -189,10 +193,20 @@ def explain_memory(
             step needs no temporary tensors
 
     Raises:
-        ValueError: the model has no experts, trains nothing, or is called differently.
+        ValueError: the model has no experts, trains nothing, is parallel or is called differently,
+            ``loss`` is no scalar, ``recompute`` is another word, or the optimizer reads values.
     """
     check("explain_memory", batch=batch, seq=seq)
-    experts = [n for n, m in model.named_modules() if has_experts(m)]
+    if recompute not in ("none", "full"):
+        raise ValueError(
+            f"explain_memory: recompute must be 'none' or 'full', got {recompute!r}"
+        )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"explain_memory: model must not be parallel yet, got a DTensor as {name}"
+            )
+    experts = [*expert_weights(model)]
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(
             "explain_memory: model must have a parameter that requires a gradient"
@@ -225,7 +239,13 @@ def explain_memory(
         update = optimizer(trained)
         for tensor in trained:
             tensor.grad = torch.empty_like(tensor)
-        update.step()  # makes its state
+        try:
+            update.step()  # makes its state
+        except DataDependentOutputException as error:
+            raise ValueError(
+                "explain_memory: optimizer must not read values of tensors in its step, got "
+                f"{type(update).__name__}: {error}"
+            ) from error
         update.zero_grad()
         for tensor, state in update.state.items():
             owner = seen.owner(names[id(tensor)], "optimizer")
@@ -235,6 +255,10 @@ def explain_memory(
         seen.peak = 0
         with seen.modules:
             value = run(model)
+            if value.numel() != 1:
+                raise ValueError(
+                    f"explain_memory: loss must be one number, got shape {tuple(value.shape)}"
+                )
             kept = seen.now()
             value.backward()
         seen.updates = True

@@ -28,7 +28,7 @@ __all__ = ["block", "Step", "train_step"]
 
 
 class Block(NamedTuple):
-    """Seconds of one decoder block with experts, one pass of one micro-batch."""
+    """Seconds of one decoder block, one pass of one micro-batch."""
 
     attention: float
     experts: float
@@ -51,8 +51,9 @@ def block(
     seq: int,
     pass_: str,
     imbalance: float = 1.0,
+    dense: bool = False,
 ) -> Block:
-    """Seconds of the parts of one block.
+    """Seconds of the parts of one block, with experts or ``dense``.
 
     Args:
         p (Profile): the device.
@@ -63,6 +64,7 @@ def block(
         seq (int): length of a sequence.
         pass_ (str): ``"fwd"`` or ``"bwd"``.
         imbalance (float): heaviest expert rank over the mean.
+        dense (bool): its MLP has no experts; ``shared`` is then its time.
     """
     c, dev, tp = p.constants, p.device, layout.tp
     forward = pass_ == "fwd"
@@ -77,36 +79,42 @@ def block(
     attention += core / (0.55 * dev.bf16) + c.launch_us * US
     # Norms, residuals and rotations.
     attention += cost.stream(p, local / tp * model.d * 2 * (16 if forward else 24), 12)
-    rows = mine * model.k
+    rows, links = mine * model.k, 0.0
+    if tp > 1:  # gather and reduce-scatter around attention, partly hidden
+        # In backward also the inputs again, for the gradients of the weights.
+        gathered = (4 if forward else 6) * local * model.d * 2 * (tp - 1) / tp
+        links = 0.7 * gathered / (dev.fast * c.fast)
+    width = (model.dense_f if dense else model.shared_f) * model.matrices / 3
+    shared = cost.dense_mlp(p, local, model.d, width, layout.dtype, pass_, tp)
+    accumulate = 0.0
+    if not forward:
+        accumulate = cost.stream(p, 6 * block_weights(model, layout, dense))
+    if dense:
+        return Block(attention, 0.0, shared, 0.0, links, accumulate, 0.0)
     seconds = cost.experts(
-        p, rows * imbalance, model.d, int(model.f / layout.expert_tp),
+        p, rows * imbalance, model.d, max(1, model.gated_f // layout.expert_tp),
         model.experts / layout.ep,
         kernel=layout.kernel, dtype=layout.dtype, pass_=pass_, tokens=mine,
     )  # fmt: skip
     if model.biased and layout.kernel == "mcore":
         # Megatron multiplies the output bias by the router weight, in float32, one kernel an op.
         seconds += cost.stream(p, rows * model.d * (28 if forward else 40), 8)
-    links = 0.0
-    if tp > 1:  # gather and reduce-scatter around attention, partly hidden
-        # In backward also the inputs again, for the gradients of the weights.
-        gathered = (4 if forward else 6) * local * model.d * 2 * (tp - 1) / tp
-        links = 0.7 * gathered / (dev.fast * c.fast)
     if (
         layout.expert_tp > 1
     ):  # rows for the ranks that share an expert's width, and their sums
-        shared = 4 * local * model.k * model.d * (1 - 1 / layout.expert_tp)
-        links += shared / (dev.fast * c.fast)
+        sent = 4 * local * model.k * model.d * (1 - 1 / layout.expert_tp)
+        links += sent / (dev.fast * c.fast)
     return Block(
         attention,
         seconds,
-        cost.dense_mlp(p, local, model.d, model.shared_f, layout.dtype, pass_, tp),
+        shared,
         cost.router(p, mine, model.d, model.experts, model.k, pass_),
         links,
-        0.0 if forward else cost.stream(p, 6 * block_weights(model, layout)),
+        accumulate,
         sum(
             all_to_all(
-                p, mine, model.d, model.k, layout.ep, domain=layout.domain or None,
-                dtype=wire, algorithm=layout.algorithm, node_limit=layout.node_limit,
+                p, mine, model.d, model.experts, model.k, layout.ep,
+                domain=layout.domain or None, dtype=wire, algorithm=layout.algorithm, node_limit=layout.node_limit,
                 imbalance=imbalance, combine=back,
             )
             for wire, back in ((layout.wire, False), ("bf16", True))
@@ -120,7 +128,7 @@ class Step(NamedTuple):
     Attributes:
         tokens_per_second: per GPU.
         seconds: of the step.
-        layer: seconds of a block, forward and backward, with exposed communication.
+        layer: seconds of a block with experts, forward and backward, with exposed communication.
         comm: seconds of its exchanges, hidden or not.
         bubble: idle share of the pipeline over its busy time.
         parts: seconds of a block by part, both passes.
@@ -171,10 +179,10 @@ def train_step(
     check("train_step", exposed=exposed)
     speed = math.exp(-c.drift * (year - 2026.0))
     parts: dict[str, float] = defaultdict(float)
-    layer, host_bound = 0.0, False
+    layer, plain, host_bound = 0.0, 0.0, False
     for pass_, share in (("fwd", 0.4), ("bwd", 0.6)):
-        b = block(p, model, layout, tokens, seq, pass_, imbalance)
         repeated = 1 + (REPEATED[layout.recompute] if pass_ == "fwd" else 0.0)
+        b = block(p, model, layout, tokens, seq, pass_, imbalance)
         host = c.host_us + c.expert_us * model.experts / layout.ep
         host *= US * share * _GRAPHS[layout.graphs]
         work = b.compute * c.stack
@@ -183,22 +191,31 @@ def train_step(
         layer += repeated * speed * (work + host + exposed * b.comm)
         for name, seconds in b._asdict().items():
             parts[name] += seconds * repeated
+        if model.dense:
+            b = block(p, model, layout, tokens, seq, pass_, dense=True)
+            plain += repeated * speed * max(b.compute * c.stack, host)
     layers = model.layers + model.mtp
+    body = layer * (layers - model.dense) + plain * model.dense
     vocab = model.vocab / layout.tp
     head = 3 * cost.gemm(p, 1, tokens / layout.cp, int(vocab), model.d)
     head = head * (1 + model.mtp) + cost.stream(p, tokens / layout.cp * vocab * 10, 4)
-    micro = layer * layers + head
-    if layout.pp > 1:  # stages have whole layers; the last one also has the head
-        if layers % layout.pp == 0:
-            micro = layer * layers / layout.pp + head
-        else:  # frameworks then give the stage of the head fewer
-            deepest = math.ceil((layers + head / layer) / layout.pp - 0.35)
-            micro = max(head, layer * max(deepest, 1))
+    micro = _slowest_stage(body, layers, head, layout.pp)
     bubble = (layout.pp - 1) / (layout.virtual * accumulation)
     seconds = accumulation * micro * (1 + bubble)
     seconds += _step_ends(p, model, layout, micro, accumulation)
     rate = global_batch * seq / seconds / layout.gpus
     return Step(rate, seconds, layer, parts["comm"], bubble, dict(parts), host_bound)
+
+
+def _slowest_stage(body: float, layers: int, head: float, stages: int) -> float:
+    """Seconds of the slowest stage: whole layers, of which the last, with the head, has fewer."""
+    if stages == 1:
+        return body + head
+    return min(
+        max(head + body * last / layers, body * depth / layers)
+        for last in range(layers // stages + 1)
+        for depth in [math.ceil((layers - last) / (stages - 1))]
+    )
 
 
 def _step_ends(

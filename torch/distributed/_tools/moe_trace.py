@@ -203,6 +203,9 @@ def causal_loss(model: nn.Module, seq: int, batch: int = 1) -> Tensor:
         ) from error
 
 
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
 def layers_with(model: nn.Module, experts: Sequence[str]) -> list[str]:
     """Names of the layers: members of the outermost lists that hold experts, or the model."""
     lists: dict[str, None] = {}
@@ -210,7 +213,7 @@ def layers_with(model: nn.Module, experts: Sequence[str]) -> list[str]:
         parts = name.split(".")
         for i in range(len(parts)):
             owner = ".".join(parts[:i])
-            if isinstance(model.get_submodule(owner), (nn.ModuleList, nn.Sequential)):
+            if isinstance(model.get_submodule(owner), _LISTS):
                 lists[owner] = None
                 break
         else:

@@ -65,7 +65,7 @@ class Traced(NamedTuple):
         rows = 0.0
         if x.ep > 1:  # received and returned rows of experts
             tokens = x.micro_batch * seq / x.tp
-            rows = 2 * tokens * copies(x.ep, x.ep, model.k).ranks
+            rows = 2 * tokens * copies(x.ep, x.ep, model.experts, model.k).ranks
             rows *= 1 if x.recompute == "full" else model.layers - model.dense
         exchanged, gradients = rows * model.d * size, x.gradient_bytes * owned
         if x.accumulation(global_batch) == 1:  # gradients replace activations
@@ -92,13 +92,13 @@ class Traced(NamedTuple):
         layers, size = model.layers, ITEMSIZE[x.dtype]
         moe = layers - model.dense
         tokens = x.micro_batch * seq / x.tp  # tokens that a rank sends to the experts
-        sizes = (tokens, model.d, model.f, model.experts // x.ep, model.k)
+        sizes = (tokens, model.d, model.gated_f, model.experts // x.ep, model.k)
         work = cpu_experts(c, *sizes, pass_="fwd+bwd", dtype=x.dtype)
         if full:
             work += cpu_experts(c, *sizes, pass_="fwd", dtype=x.dtype)
         sent = cpu_exchange(
-            p, tokens, model.d, model.k, x.ep, pass_="fwd+bwd", dtype=x.dtype
-        )
+            p, tokens, model.d, model.experts, model.k, x.ep, pass_="fwd+bwd", dtype=x.dtype
+        )  # fmt: skip
 
         expert, split, around = self._weights(model)
         expert, other = expert / x.ep, split / x.tp + around

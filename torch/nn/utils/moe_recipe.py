@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
@@ -143,26 +144,21 @@ def _layer_of(config: Any, tokens: int, ep: int) -> tuple[_Layer, bool]:
             raise ValueError(
                 f"select_recipe: parameters must be of {', '.join(map(str, _DTYPES))}, got {dtype}"
             )
-    if isinstance(config, _nn.MoE):
-        experts, d, f = config.w_out.shape
-        k, gated = config.top_k, config.w_in.shape[1] != f or config.w_up is not None
-    else:
-        if isinstance(config, str):
-            config = MoEConfig.by_name(config)
-        elif isinstance(config, torch.nn.Module):
-            config = MoEConfig.from_module(config)
-        if not isinstance(config, MoEConfig):
-            raise TypeError(
-                "select_recipe: config must be a MoEConfig, the name of one or a module, got "
-                f"{type(config).__name__}"
-            )
-        experts, d, f, k = config.experts, config.d, config.f, config.k
-        gated = config.gated
-    if experts % ep:
-        raise ValueError(
-            f"select_recipe: ep must divide the experts, {experts}, got {ep}"
+    if isinstance(config, str):
+        config = MoEConfig.by_name(config)
+    elif isinstance(config, torch.nn.Module):
+        config = MoEConfig.from_module(config)
+    if not isinstance(config, MoEConfig):
+        raise TypeError(
+            "select_recipe: config must be a MoEConfig, the name of one or a module, got "
+            f"{type(config).__name__}"
         )
-    return _Layer(tokens, d, f, experts // ep, k, dtype), gated
+    if config.experts % ep:
+        raise ValueError(
+            f"select_recipe: ep must divide the experts, {config.experts}, got {ep}"
+        )
+    local = config.experts // ep
+    return _Layer(tokens, config.d, config.f, local, config.k, dtype), config.gated
 
 
 def _device_of(device: Any) -> Profile | torch.device:
@@ -266,9 +262,9 @@ def _measured(
         return x.expand(shape).contiguous().requires_grad_(training)
 
     T, D, H, E, K = layer[:5]
+    # A rank with fewer than K experts gets at most one choice of each, of more tokens.
+    T, K = math.ceil(T * K / min(K, E)), min(K, E)
     x, w_in, w_out = leaf(T, D), leaf(E, (1 + gated) * H, D), leaf(E, D, H)
-    # A rank with fewer than K experts gets at most one choice of each.
-    K = min(K, E)
     ids = torch.rand(T, E, generator=gen, device="cpu").topk(K, 1).indices.to(device)
     weights = torch.full((T, K), 1 / K, device=device, requires_grad=training)
     leaves = (x, weights, w_in, w_out)

@@ -134,6 +134,8 @@ def load_report(
         raise ValueError(
             f"load_report: names must be of the {num_layers} layers, got {len(names)}"
         )
+    if names is not None and len({*names}) < num_layers:
+        raise ValueError(f"load_report: names must be different, got {[*names]}")
     if not (counts.isfinite().all() and (counts >= 0).all()):
         raise ValueError("load_report: counts must be finite and not negative")
     total = counts.sum(1)
