@@ -140,6 +140,27 @@ def changes_later(rank, *, top_k=K, dtype=torch.float32, capacity=20):
     layer(switch, x, ids, weights, *local)
 
 
+def capacity_in_another_layer(rank):
+    """The victim is in a layer without a capacity, and the others are in one with it."""
+    x, ids, weights, w_in, w_out = operands()
+    local = my_experts(w_in, w_out, rank)
+    switches = [
+        TokenSwitchAllToAll(dist.group.WORLD, E, capacity=c) for c in (20, None)
+    ]
+    for switch in switches:
+        layer(switch, x, ids, weights, *local)
+    layer(switches[rank == VICTIM], x, ids, weights, *local)
+
+
+def first_use(rank):
+    """The victim uses a layer for the first time, and the others one that was used."""
+    x, ids, weights, w_in, w_out = operands()
+    local = my_experts(w_in, w_out, rank)
+    used, new = (TokenSwitchAllToAll(dist.group.WORLD, E) for _ in range(2))
+    layer(used, x, ids, weights, *local)
+    layer(new if rank == VICTIM else used, x, ids, weights, *local)
+
+
 def die_in_forward(rank):
     """The victim dies between dispatch and combine."""
     x, ids, weights, w_in, w_out = operands()
@@ -182,13 +203,16 @@ SURVIVED = {
     "K_later": lambda rank: changes_later(rank, top_k=K + 1),
     "tokens_dtype_later": lambda rank: changes_later(rank, dtype=torch.bfloat16),
     "capacity_later": lambda rank: changes_later(rank, capacity=30),
+    "capacity_elsewhere": capacity_in_another_layer,
 }
 DEATHS = {"forward": die_in_forward, "overlapped_backward": die_in_overlapped_backward}
+# Faults after which nothing can be sent, but which all ranks survive.
+LAST = {**DEATHS, "first_use": first_use}
 
 
 def run_rank(rank, port, death, survived):
     init_ranks(rank, RANKS, port, COLLECTIVE_TIMEOUT)
-    steps = {name: SURVIVED[name] for name in survived} | {death: DEATHS[death]}
+    steps = {name: SURVIVED[name] for name in survived} | {death: LAST[death]}
     for name, step in steps.items():
         report = {"fault": name, "result": None, "error": None}
         start = time.monotonic()
@@ -239,7 +263,7 @@ class TestFaults(TestCase):
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
         for rank, process in enumerate(ranks):
-            want = -signal.SIGKILL if rank == VICTIM else 0
+            want = -signal.SIGKILL if rank == VICTIM and death in DEATHS else 0
             self.assertEqual(process.returncode, want, outputs[rank][1])
             # No process of its session is alive.
             with self.assertRaises(ProcessLookupError):
@@ -309,7 +333,22 @@ class TestFaults(TestCase):
                     said if rank == VICTIM else "one of them has changed", error
                 )
                 self.assertLess(report[fault]["seconds"], COLLECTIVE_TIMEOUT)
+            self.assertRegex(
+                report["capacity_elsewhere"]["error"],
+                "the layer must be the same on all ranks, or have a capacity on all; this "
+                f"one has {'none, and others have one' if rank == VICTIM else '20, and others have none'}",
+            )
         self.assert_survivors_noticed(reports, "forward")
+
+    def test_one_rank_compares(self):
+        # Messages of other sizes would end a process.
+        for rank, report in enumerate(self.run_group("first_use")):
+            where = "comparison" if rank == VICTIM else "exchange of sizes"
+            self.assertRegex(
+                report["first_use"]["error"],
+                f"(?i)(connection|timed out|closed|reset)(.|\n)*{where} failed at level 'flat'",
+            )
+            self.assertLess(report["first_use"]["seconds"], 3 * COLLECTIVE_TIMEOUT)
 
     def test_rank_killed_in_overlapped_backward(self):
         reports = self.run_group("overlapped_backward")

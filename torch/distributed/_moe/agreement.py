@@ -8,6 +8,7 @@ from typing import Any, cast, TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch._guards import detect_fake_mode
+from torch.distributed._moe.exchange import meet, MEETS_FOR
 from torch.distributed._token_switch import Routing, TokenSwitch
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -102,6 +103,7 @@ class CheckedTokenSwitch(TokenSwitch):
         rows = [(dist.get_rank(), {name: str(v) for name, v in facts.items()})]
         # A mode of one rank only, such as a profiler, must not change what is sent.
         with _disable_current_modes():
+            meet(self.levels, self.levels[0].needed, "agree", {MEETS_FOR: 1})
             for level in self.levels:
                 parts: list[Any] = [None] * level.num_ranks
                 gather = functools.partial(

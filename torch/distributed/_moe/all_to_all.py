@@ -143,7 +143,10 @@ class TokenSwitchAllToAll(CheckedTokenSwitch):
         ranks = dist.get_process_group_ranks(group)
         self._check_options(num_experts, ranks, combine, wire_dtype)
         (capacity,) = self._capacities(capacity)
-        self.levels = (Exchange(group, num_experts, capacity, level="flat"),)
+        columns = 2 + len(AGREED)
+        self.levels = (
+            Exchange(group, num_experts, capacity, level="flat", columns=columns),
+        )
 
     def _check_options(
         self,
@@ -574,8 +577,20 @@ class TokenSwitchHierarchical(TokenSwitchAllToAll):
                     f"{mesh.mesh.tolist()}"
                 )
         self.levels = (
-            Exchange(groups[0], num_experts, node, level="node"),
-            Exchange(groups[1], per_node, local, level="local"),
+            Exchange(
+                groups[0],
+                num_experts,
+                node,
+                level="node",
+                columns=2 + len(AGREED) + 2 * mesh.size(1),
+            ),
+            Exchange(
+                groups[1],
+                per_node,
+                local,
+                level="local",
+                columns=2 + 2 * len(AGREED),
+            ),
         )
 
     def _capacities(self, capacity: Any) -> tuple[int | None, ...]:

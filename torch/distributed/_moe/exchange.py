@@ -64,6 +64,7 @@ __all__ = [
     "Demand",
     "Exchange",
     "meet",
+    "MEETS_FOR",
     "read_on_host",
     "Route",
     "Splits",
@@ -231,7 +232,8 @@ def _may_mix(x: Tensor) -> bool:
     after an exception or with a loss that leaves a layer out, is elsewhere, and gloo ends a
     process whose message has another size than expected. It never takes one kind of collective for
     another: ranks wait, and time out with errors that say where. So tokens and gradients are sent
-    by all-to-all; before them, forward has an all_gather, and a backward or a fetch an all_reduce.
+    by all-to-all. Before them, forward has an all_gather, whose size is that of the group alone, and all
+    else an all_reduce of one number: a backward, a fetch, and what ranks compare or plan by.
     """
     return x.device.type == "cpu" and local_tensor_mode() is None
 
@@ -252,6 +254,7 @@ def counter_maximum(counter: Tensor, value: Tensor) -> Tensor:
 _PHASES = {
     "agree": "comparison",
     "sizes": "exchange of sizes",
+    "counts": "counts of an online plan",
     "rows": "dispatch",
     "backward": "comparison before backward",
     "experts": "fetch of experts",
@@ -272,10 +275,18 @@ class Exchange:
 
     Keyword Args:
         level (str): name for error messages and accounting.
+        columns (int): numbers for a rank in an exchange of sizes of the group, which a static route
+            sends in vain.
     """
 
     def __init__(
-        self, group: ProcessGroup, num_experts: int, capacity: int | None, *, level: str
+        self,
+        group: ProcessGroup,
+        num_experts: int,
+        capacity: int | None,
+        *,
+        level: str,
+        columns: int = 0,
     ) -> None:
         self.group_name = group.group_name
         self.ranks = dist.get_process_group_ranks(group)
@@ -284,7 +295,7 @@ class Exchange:
         self.num_experts = num_experts
         self.local_experts = num_experts // self.num_ranks
         self.capacity = capacity
-        self.level = level
+        self.level, self.columns = level, columns
         # Its owner, for error messages.
         self.owner = "token switch"
         # Most rows that a pair of ranks needed since the last check; -1 for none, to avoid a new graph.
@@ -342,6 +353,7 @@ class Exchange:
         mine = torch.stack(columns, dim=1).int()
         if _may_mix(mine):
             every, calls = self._gather(mine, "sizes", calls)
+            self._check_kind(every, sizes=True)
             return mine, every.unflatten(1, mine.shape).select(1, self.rank), calls
         sent = mine
         if torch.compiler.is_compiling():
@@ -356,7 +368,19 @@ class Exchange:
         """
         if not _may_mix(x):
             return None
-        return self._gather(x.new_zeros(0, dtype=torch.int32), "rows", calls)[1]
+        none = x.new_full((self.num_ranks * self.columns,), -1, dtype=torch.int32)
+        every, calls = self._gather(none, "rows", calls)
+        self._check_kind(every, sizes=False)
+        return calls
+
+    def _check_kind(self, every: Tensor, sizes: bool) -> None:
+        """Raises where some ranks exchange sizes, which are not negative, and others have a capacity."""
+        if is_traced(every) or bool(((every >= 0) == sizes).all()):
+            return
+        raise RuntimeError(
+            f"{self.owner}: the layer must be the same on all ranks, or have a capacity on all; this "
+            f"one has {'none' if sizes else self.capacity}, and others have {'one' if sizes else 'none'}"
+        )
 
     def _maximum(self, x: Tensor) -> Tensor:
         """``x`` of the ranks, the largest of each element."""
@@ -652,6 +676,10 @@ class Exchange:
         self.group_name = own_group(self.group)
 
 
+# Of a meeting before messages whose sizes differ between layers.
+MEETS_FOR = "message (1 for a comparison, 1 + n for the online plan of layer n)"
+
+
 def meet(
     levels: tuple[Exchange, ...], x: Tensor, kind: str, values: dict[str, int | Tensor]
 ) -> None:
@@ -678,7 +706,8 @@ def meet(
         # What is of constants alone would not stay in the graph of the backward, before ``x``.
         bounds = bounds + x[:1].isnan().sum().clamp(0, 0) + unmerged_zero(x.device)
     for level in levels:
-        level._count(bounds)
+        if kind != "agree":  # once, and beside objects of any size
+            level._count(bounds)
         bounds = level.named(kind, functools.partial(level._maximum, bounds))
     error = f"{levels[0].owner}: the %s must be the same on all ranks"
     if is_traced(x):

@@ -37,6 +37,18 @@ def _of_forwards(counts: Tensor) -> tuple[Tensor, int]:
         return rows.sum(0), len(rows)
 
 
+def _sum_over(group: ProcessGroup | None, x: Tensor, what: str) -> Tensor:
+    try:
+        dist.all_reduce(x, group=group)
+    except RuntimeError as error:
+        ranks = dist.get_process_group_ranks(group)
+        error.add_note(
+            f"{what}: sum over ranks {ranks} failed, on rank {dist.get_rank()}"
+        )
+        raise
+    return x
+
+
 class LoadStats:
     """Token copies of a forward, per layer and expert: sum over ranks, average over time.
 
@@ -118,8 +130,8 @@ class LoadStats:
             (Tensor, Tensor): the average, and that of the records alone, both (num_layers,
             num_experts) float64 on CPU, equal on all ranks.
         """
-        sums = self._sums.clone()
-        dist.all_reduce(sums, group=self._group)
+        what = "loads of experts, as of ExpertPlacement.step()"
+        sums = _sum_over(self._group, self._sums.clone(), what)
         self._sums.zero_()
         total = sums.double().cpu()
         forwards = total[:, -1:] / dist.get_world_size(self._group)
@@ -135,8 +147,8 @@ class LoadStats:
         Counts are sums over ranks. Forwards are those of one rank, as another number of ranks may
         continue. The state is equal on all ranks, so one of them may save it.
         """
-        recorded = self._sums.clone()
-        dist.all_reduce(recorded, group=self._group)
+        what = "loads of experts, as of ExpertPlacement.state_dict()"
+        recorded = _sum_over(self._group, self._sums.clone(), what)
         recorded[:, -1] //= dist.get_world_size(self._group)
         average = self._average
         average = None if average is None else average.clone()
@@ -210,7 +222,7 @@ class StepTimes:
             return True, False
         device = scalar_device(group)
         times = torch.tensor([median(steps), self._at_home], device=device)
-        dist.all_reduce(times, group=group)
+        _sum_over(group, times, "times of steps, as of ExpertPlacement.step()")
         took, at_home = times.tolist()
         fresh, self.fresh = self.fresh, False
         if took <= at_home:

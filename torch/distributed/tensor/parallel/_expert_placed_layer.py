@@ -14,7 +14,7 @@ from torch import nn, Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._local_tensor import LocalTensorMode
 from torch.distributed._moe.agreement import CheckedTokenSwitch
-from torch.distributed._moe.exchange import Exchange
+from torch.distributed._moe.exchange import Exchange, meet, MEETS_FOR
 from torch.distributed._moe.fetch import after_fetch, Fetch, Fetcher, Moves, moves_of
 from torch.distributed._moe.payload import is_traced
 from torch.distributed._moe.plan import Plan, plan, reroute, split_by_source
@@ -201,8 +201,14 @@ class PlacedLayer:
             )
         counts = self._counts(topk_indices).long()
         source = counts.new_empty(self.exchange.num_ranks, len(counts))
-        group = c10d._resolve_process_group(self.group_name)
-        dist.all_gather_into_tensor(source.view(-1), counts, group=group)
+        meet((self.exchange,), counts, "counts", {MEETS_FOR: 2 + self.index})
+        gather = functools.partial(
+            dist.all_gather_into_tensor,
+            source.view(-1),
+            counts,
+            group=c10d._resolve_process_group(self.group_name),
+        )
+        self.exchange.named("counts", gather)
         # An activation checkpointing policy may keep results, which must not be overwritten.
         with _disable_current_modes():
             self.last_plan = found = self.planned(source.sum(0))
