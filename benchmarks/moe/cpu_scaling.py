@@ -13,7 +13,6 @@ The same forecast for two threads, with the stream rate measured there, is compa
 """
 
 import json
-import pathlib
 import statistics
 
 from report import parse, show
@@ -34,9 +33,7 @@ def stream(rows: dict[str, dict]) -> float:
 
 
 def main() -> None:
-    args = parse(
-        __doc__, one=pathlib.Path, two=pathlib.Path, threads=64, bandwidth=0.8 * 460.8
-    )
+    args = parse(__doc__, one=..., two=..., threads=64, bandwidth=0.8 * 460.8)
     one, two = (
         {row["id"]: row for row in json.loads(path.read_text())["rows"]}
         for path in (args.one, args.two)

@@ -23,8 +23,8 @@ from report import figure, parse, show
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._moe.exchange import count_wire_bytes
 from torch.distributed._moe.overlap_schedule import sequential_schedule
+from torch.distributed._moe.wire_bytes import count_wire_bytes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module

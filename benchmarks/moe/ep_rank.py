@@ -20,7 +20,8 @@ from torch.distributed._moe.all_to_all import (
     TokenSwitchAllToAll,
     TokenSwitchHierarchical,
 )
-from torch.distributed._moe.exchange import count_wire_bytes, Exchange
+from torch.distributed._moe.exchange import Exchange
+from torch.distributed._moe.wire_bytes import count_wire_bytes
 from torch.distributed._tools.moe_calibration import measure_links
 from torch.distributed._tools.moe_exchange_model import link_seconds
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

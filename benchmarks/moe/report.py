@@ -54,12 +54,35 @@ def progress(title: str, total: int | None = None) -> Iterator[Callable[..., Non
         say()
 
 
+def _file(text: str) -> pathlib.Path:
+    if not pathlib.Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"no file {text!r}")
+    return pathlib.Path(text)
+
+
+def _type_of(default: object) -> Callable[[str], object]:
+    """The type of an argument like ``default``."""
+    kind = type(default)
+    if kind not in (int, float):
+        return kind
+
+    def number(text: str) -> object:
+        value = kind(text)
+        if not value >= 0:
+            raise argparse.ArgumentTypeError(f"must not be negative, got {text}")
+        return value
+
+    number.__name__ = kind.__name__  # "invalid int value"
+    return number
+
+
 def parse(doc: str | None, *, argv=None, **defaults: Any) -> argparse.Namespace:
     """The command line of a script: ``--out FILE.json`` or a folder, and options by their defaults.
 
     Args:
         defaults: a list takes several values, a dict several of its keys, by default all. A tuple
             lists the allowed values, the default first. False is a switch. A type has no default.
+            Ellipsis is a file that must be given. Numbers are not negative.
     """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -67,13 +90,15 @@ def parse(doc: str | None, *, argv=None, **defaults: Any) -> argparse.Namespace:
     names = ("--out", "--json", "--output")
     parser.add_argument(*names, type=pathlib.Path, help="results, as JSON")
     for name, default in defaults.items():
-        kind: dict[str, Any] = {"default": default, "type": type(default)}
-        if default is False:
+        kind: dict[str, Any] = {"default": default, "type": _type_of(default)}
+        if default is ...:
+            kind = {"required": True, "type": _file}
+        elif default is False:
             kind = {"action": "store_true"}
         elif isinstance(default, type):
             kind = {"nargs": "*"} if default is list else {"type": default}
         elif isinstance(default, list):
-            kind |= {"nargs": "+", "type": type(default[0])}
+            kind |= {"nargs": "+", "type": _type_of(default[0])}
         elif isinstance(default, dict):
             kind = {"nargs": "+", "choices": [*default], "default": [*default]}
         elif isinstance(default, tuple):

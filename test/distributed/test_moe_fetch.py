@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed._moe.exchange import count_wire_bytes, Exchange
+from torch.distributed._moe.exchange import Exchange
 from torch.distributed._moe.fetch import after_fetch, Copies, moves_of
 from torch.distributed._moe.plan import Plan, Topology
 from torch.distributed._moe.recompute import save_communication
+from torch.distributed._moe.wire_bytes import count_wire_bytes
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ExpertParallel

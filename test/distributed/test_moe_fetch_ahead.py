@@ -12,11 +12,11 @@ from test_moe_fetch import D, E, EXPERTS, H, K, PlacedTest, TOKENS, TOPOLOGY
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._moe.exchange import count_wire_bytes
 from torch.distributed._moe.fetch import Copies, Fetcher
 from torch.distributed._moe.payload import decode, encode
 from torch.distributed._moe.plan import Plan
 from torch.distributed._moe.recompute import save_communication
+from torch.distributed._moe.wire_bytes import count_wire_bytes
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ExpertPlacement
 from torch.nn.parallel import DistributedDataParallel

@@ -17,7 +17,7 @@ from moe_token_switch import (
 
 import torch
 from torch.distributed._moe.all_to_all import grow_and_rerun, TokenSwitchHierarchical
-from torch.distributed._moe.exchange import count_wire_bytes
+from torch.distributed._moe.wire_bytes import count_wire_bytes
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._moe import loads
-from torch.distributed._moe.exchange import count_wire_bytes
+from torch.distributed._moe.wire_bytes import count_wire_bytes
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     _expert_placed_layer,

@@ -23,8 +23,8 @@ from torch.distributed._moe.all_to_all import (
     TokenSwitchAllToAll,
     TokenSwitchHierarchical,
 )
-from torch.distributed._moe.exchange import count_wire_bytes
 from torch.distributed._moe.recompute import save_communication
+from torch.distributed._moe.wire_bytes import count_wire_bytes
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,

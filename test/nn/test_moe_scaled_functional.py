@@ -230,6 +230,20 @@ class TestScaledFunctional(TestCase):
         view = layer.weight.detach()
         self.assertIs(layer.cache(view), layer.cache(layer.weight))
         self.assertIsNot(layer.cache(view[:1]), layer.cache(view))
+        # A lazily negated one has the same memory and strides.
+        z = torch.randn(2, 64, 32, dtype=torch.complex64)
+        for view in (z.imag, z.conj().imag):
+            self.assert_same(layer.cache(view), quantize_weight(view, "mxfp8"))
+
+    def test_weight_cache_of_a_transform(self):
+        cache, w = WeightCache("mxfp8"), torch.randn(2, 64, 32)
+
+        def loss(w):
+            return (w * cache(w)[0].float()).sum()
+
+        self.assertEqual(
+            torch.func.grad(loss)(w), quantize_weight(w, "mxfp8")[0].float()
+        )
 
     def test_weight_cache_and_inference_mode(self):
         ops = CASE.operands(torch.float32)

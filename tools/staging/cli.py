@@ -85,8 +85,16 @@ _series_option = click.option(
 )
 
 
+def _write_output(path: Path, text: str) -> None:
+    """Writes where the user says, through links and into pipes."""
+    if path.is_dir():
+        raise ArgumentError(f"the output must be a file, got the folder {path}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
 def _json_option(text: str) -> Callable:
-    path = click.Path(path_type=Path)
+    path = click.Path(dir_okay=False, path_type=Path)
     return click.option("--json", "json_file", type=path, metavar="FILE", help=text)
 
 
@@ -230,7 +238,7 @@ def test(
             record = testing.upstream_record(
                 workspace, stack, upstream, rows, json_file
             )
-            write_atomically(json_file, f"{json.dumps(record, indent=1)}\n".encode())
+            _write_output(json_file, f"{json.dumps(record, indent=1)}\n")
         sys.exit(status)
     selected = testing.select(session.workspace, session.stack, names)
     needs_stage = any(not t.startswith(testing.STAGER_TESTS) for t in selected)
@@ -469,7 +477,7 @@ def drift(
     command = f"python3 tools/stage.py drift {shlex.join(words)}"
     result = drift_module.result(found, stack, command)
     if json_file:
-        write_atomically(json_file, f"{json.dumps(result, indent=1)}\n".encode())
+        _write_output(json_file, f"{json.dumps(result, indent=1)}\n")
     if markdown:
         print(drift_module.markdown(result), end="")
     else:
@@ -520,7 +528,7 @@ def pr(
             print(text, end="" if one is chosen[-1] else "\n")
         else:
             path = out / f"{one.name}.md" if names else out
-            write_atomically(path, text.encode())
+            _write_output(path, text)
 
 
 @cli.command()

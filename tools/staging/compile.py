@@ -66,7 +66,8 @@ def build(workspace: Workspace, binaries: Binaries, console: Console) -> None:
 
 
 def check_compiler() -> None:
-    """Raises a StageError without a C++20 compiler, binutils or headers of Python."""
+    """Raises a StageError without a C++20 compiler, binutils or headers of Python, or for MAX_JOBS."""
+    _jobs()
     if not shutil.which("g++"):
         raise StageError(
             "no C++ compiler: g++ is not on PATH",
@@ -102,8 +103,10 @@ def _has_work(command: list[str]) -> bool:
 
 def _jobs() -> int:
     """MAX_JOBS as in PyTorch's own build, else cores that fit into memory."""
-    if os.environ.get("MAX_JOBS"):
-        return int(os.environ["MAX_JOBS"])
+    if jobs := os.environ.get("MAX_JOBS"):
+        if not jobs.isdecimal() or not int(jobs):
+            raise StageError(f"MAX_JOBS must be an integer of at least 1, got {jobs!r}")
+        return int(jobs)
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(1, min(len(os.sched_getaffinity(0)), pages // _BYTES_PER_JOB))
 

@@ -133,9 +133,10 @@ def write_atomically(path: Path, data: bytes) -> None:
 def read_json(path: Path) -> dict:
     """What a file remembers: nothing if it is absent or spoiled."""
     try:
-        return json.loads(path.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+        value = json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):  # ValueError: no JSON, or no UTF-8
         return {}
+    return value if isinstance(value, dict) else {}
 
 
 def write_json(path: Path, value: object) -> None:

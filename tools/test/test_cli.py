@@ -4,13 +4,15 @@ import errno
 import os
 import sys
 import time
+from pathlib import Path
 
 import filelock
 import pytest
 from click.testing import CliRunner
 
 from staging import cli, console as console_module, pipeline
-from staging.errors import StageError
+from staging.config import read_json
+from staging.errors import ArgumentError, StageError
 
 
 VERBS = sorted(cli.cli.commands)
@@ -114,6 +116,26 @@ def test_failure_is_one_message(monkeypatch, capsys, failure, expected):
     error = capsys.readouterr().err
     assert error.startswith(expected)
     assert "Traceback" not in error
+
+
+def test_output_goes_where_it_is_told(tmp_path):
+    link, target = tmp_path / "link", tmp_path / "target"
+    link.symlink_to(target)
+    cli._write_output(link, "text")
+    assert link.is_symlink() and target.read_text() == "text"
+    cli._write_output(Path("/dev/null"), "text")
+    assert Path("/dev/null").is_char_device()
+    with pytest.raises(
+        ArgumentError, match=f"must be a file, got the folder {tmp_path}"
+    ):
+        cli._write_output(tmp_path, "text")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "target"]
+
+
+@pytest.mark.parametrize("data", (b"", b"{", b"\xff", b"[1]", b"3"))
+def test_spoiled_state_is_no_state(tmp_path, data):
+    (tmp_path / "state.json").write_bytes(data)
+    assert read_json(tmp_path / "state.json") == {}
 
 
 def test_arguments_of_pytest(monkeypatch):

@@ -37,6 +37,13 @@ def graph(project):
     return source, Binaries(ninja_file, library, None, sources=1)
 
 
+@pytest.mark.parametrize("jobs", ("abc", "0", "-1", "1.5"))
+def test_bad_number_of_jobs(monkeypatch, jobs):
+    monkeypatch.setenv("MAX_JOBS", jobs)
+    with pytest.raises(StageError, match=f"MAX_JOBS must be an integer .*got '{jobs}'"):
+        compile.check_compiler()
+
+
 def test_first_error_only(project, graph, console):
     source, binaries = graph
     lines = ["int first = undeclared_name;", "int second = other_name;"]

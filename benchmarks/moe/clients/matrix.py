@@ -209,12 +209,17 @@ def model_classes() -> list[type]:
 
 
 def outcome_of(model: torch.nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Logits and the gradient of every parameter that has one."""
+    """Logits and the gradient of every parameter that has one, all flat.
+
+    Invariant 1 also bounds the rows of an op's result by themselves. In a whole model a row of small
+    numbers has the rounding of the layers around the experts.
+    """
     logits = model(input_ids=tokens, use_cache=False).logits
     target = tokens.roll(-1, dims=1).flatten()
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), target).backward()
-    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return {"logits": logits.detach(), **grads}
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    found["logits"] = logits.detach()
+    return {name: values.flatten() for name, values in found.items()}
 
 
 def models_of(path: pathlib.Path) -> list[dict[str, object]]:

@@ -40,6 +40,7 @@ from transformers_parallel import ADAPTER
 
 OTHERS = {
     "Inkling2Experts": "its activation is not known",  # tanh over gate and up
+    "Inkling2LoopExperts": "its activation is not known",
     "MuseSparkExperts": "the combine is not known",  # a norm in front of it
 }
 

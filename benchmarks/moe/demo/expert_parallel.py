@@ -19,7 +19,7 @@ from torch.distributed._moe.all_to_all import (
     TokenSwitchAllToAll,
     TokenSwitchHierarchical,
 )
-from torch.distributed._moe.exchange import count_wire_bytes
+from torch.distributed._moe.wire_bytes import count_wire_bytes
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ExpertParallel, parallelize_module

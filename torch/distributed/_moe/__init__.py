@@ -4,6 +4,7 @@ The path of tokens                                   The path of experts
     groups            of ranks, only for these           plan    who runs what
     payload           bytes of a row, of a message       loads   inputs of plans
     recompute         what is not sent again             fetch   weights, gradients back
+    wire_bytes        what is sent, counted
     exchange          one level: rows to ranks and back
     in_flight         communication beside computation
     agreement         checks that all ranks agree

@@ -214,7 +214,7 @@ def wire_bytes(
 ) -> dict[str, float]:  # fmt: skip
     """Expected bytes a rank sends to others in a dispatch, by level.
 
-    The levels are those of :func:`torch.distributed._moe.exchange.count_wire_bytes`:
+    The levels are those of :func:`torch.distributed._moe.wire_bytes.count_wire_bytes`:
     ``flat`` without deduplication between nodes, else ``node`` and ``local``.
     """
     _check("wire_bytes", "flat", dtype, tokens, d=d, experts=num_experts, k=k, ep=ep,

@@ -345,8 +345,8 @@ def replay_routing(model: Module, record: Mapping[str, Tensor]) -> Iterator[None
             no expert. K may differ from the router's, and tokens may have different numbers of experts.
 
     Raises:
-        ValueError: the model lacks a router of the record, a router outside of the record runs, or
-            a router gets another number of tokens.
+        ValueError: the model lacks a router of the record or can't replay it, a router outside of the
+            record runs, or a router gets another number of tokens.
         RuntimeError: activation checkpointing recomputes a router of the context after its end, or
             another thread records or replays the same modules.
     """
@@ -356,6 +356,13 @@ def replay_routing(model: Module, record: Mapping[str, Tensor]) -> Iterator[None
             f"replay_routing: the record is of routers that the model does not have: {unknown}; it "
             f"has {sorted(routers)}"
         )
+    for name in record:
+        route = getattr(routers[name], "route", None)
+        if route and "topk_indices" not in inspect.signature(route).parameters:
+            raise ValueError(
+                f"replay_routing: {name!r} can't be replayed, as route of its class "
+                f"{type(routers[name]).__name__} has no argument topk_indices"
+            )
 
     def hook(name: str) -> Any:
         def give(module: Module, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -105,12 +105,15 @@ class WeightCache:
 
     def __call__(self, weight: Tensor) -> tuple[Tensor, ...]:
         """The tuple of :func:`quantize_weight` for ``weight`` (E, N, K)."""
-        if type(weight) not in (Tensor, torch.nn.Parameter):  # it may have no memory
+        # Others may have no memory.
+        plain = type(weight) in (Tensor, torch.nn.Parameter)
+        if not plain or torch._C._functorch.is_functorch_wrapped_tensor(weight):
             return quantize_weight(weight, self.recipe)
         # No other memory has this number as long as the weak reference exists.
         memory = StorageWeakRef(weight.untyped_storage())
         version = -1 if weight.is_inference() else weight._version
         view = weight.shape, weight.stride(), weight.storage_offset(), weight.dtype
+        view += (weight.is_neg(),)
         state = memory.cdata, weight.data_ptr(), version, view
         if self._state != state:
             # The next forward may record gradients.
