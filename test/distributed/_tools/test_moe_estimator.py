@@ -151,7 +151,7 @@ class TestConfig(TestCase):
 
             for layer in layers:
                 add_lora(layer, rank=4, alpha=8)
-        position = nn.ParameterList([torch.empty(1, 16, 2048)])
+        position = nn.ParameterList([torch.empty(1, 16, 2048), torch.empty(1, 1, 2048)])
         for model in (layers[0], nn.Sequential(position, *layers)):
             got = MoEConfig.from_module(model)
             sizes = (got.d, got.f, got.experts, got.k, got.gated)

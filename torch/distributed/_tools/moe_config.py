@@ -273,7 +273,8 @@ def expert_weights(model: torch.nn.Module) -> dict[str, list[tuple[int, ...]]]:
 
     Those are two or more parameters of three dimensions with the same first one: of the module, of
     its parametrizations (the original one, of several the largest), or of children with one each,
-    as torchtitan's GroupedLinear.
+    as torchtitan's GroupedLinear. One expert is only where the shapes have D and F, unlike the
+    embeddings of positions and classes.
     """
     found: defaultdict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
     for name, module in model.named_modules():
@@ -287,17 +288,20 @@ def expert_weights(model: torch.nn.Module) -> dict[str, list[tuple[int, ...]]]:
                 held[weight] = max(held.get(weight, ()), tuple(q.shape), key=math.prod)
     for name in [n for n, held in found.items() if n and len(held) == 1]:
         found[name.rpartition(".")[0]][name] = next(iter(found.pop(name).values()))
+    shapes = {name: [*held.values()] for name, held in found.items()}
     return {
-        name: [*held.values()]
-        for name, held in found.items()
-        if len(held) > 1 and len({shape[0] for shape in held.values()}) == 1
+        name: s
+        for name, s in shapes.items()
+        if len(s) > 1
+        and len({shape[0] for shape in s}) == 1
+        and (s[0][0] > 1 or _possible_sizes(s))
     }
 
 
-def _layer_sizes(
-    name: str, shapes: list[tuple[int, ...]], d: int | None
-) -> tuple[int, int, bool]:
-    """D, F and whether there are gates, of the shapes of the weights of a layer.
+def _possible_sizes(
+    shapes: list[tuple[int, ...]], d: int | None = None
+) -> set[tuple[int, int, bool]]:
+    """D, F and whether there are gates, as they fit the shapes of the weights of a layer.
 
     Gate, up and down projections have D and F; two of them are one (2F, D) if there are gates.
     """
@@ -309,6 +313,14 @@ def _layer_sizes(
             f = min(widths)
             if {*widths} <= {f, 2 * f}:
                 sizes.add((size, f, len(pairs) > 2 or max(widths) > f))
+    return sizes
+
+
+def _layer_sizes(
+    name: str, shapes: list[tuple[int, ...]], d: int | None
+) -> tuple[int, int, bool]:
+    """The only sizes of :func:`_possible_sizes`; else raises."""
+    sizes = _possible_sizes(shapes, d)
     if len(sizes) != 1:
         what = "no (D, F)" if not sizes else "D or F"
         raise ValueError(

@@ -139,15 +139,12 @@ def inference_table(
         if need[e] <= 0.9 * p.device.memory
     ]  # fmt: skip
     if not out:
-        least, more = min(need, key=need.__getitem__), 1
-        rest = weights["other"] * size + held
-        while more < model.experts and (
-            rest + weights["expert"] * size / more > 0.9 * p.device.memory
-        ):
-            more *= 2
-        near = ""
-        if rest + weights["expert"] * size / more <= 0.9 * p.device.memory:
-            near = f". Nearest that works: gpus={max(more, gpus // more * more)}, ep={more}"
+        least, near = min(need, key=need.__getitem__), ""
+        room = 0.9 * p.device.memory - weights["other"] * size - held
+        for e in (2**i for i in range(model.experts.bit_length())):
+            if model.experts % e == 0 and weights["expert"] * size / e <= room:
+                near = f". Nearest that works: gpus={max(e, gpus // e * e)}, ep={e}"
+                break
         raise ValueError(
             f"inference_table: {dtype} weights and cache fit on no ep of {gpus} GPUs with "
             f"{p.device.memory / 1e9:.0f} GB; at ep={least} they need "

@@ -183,8 +183,8 @@ def train_step(
     for pass_, share in (("fwd", 0.4), ("bwd", 0.6)):
         repeated = 1 + (REPEATED[layout.recompute] if pass_ == "fwd" else 0.0)
         b = block(p, model, layout, tokens, seq, pass_, imbalance)
-        host = c.host_us + c.expert_us * model.experts / layout.ep
-        host *= US * share * _GRAPHS[layout.graphs]
+        issue = US * share * _GRAPHS[layout.graphs]
+        host = (c.host_us + c.expert_us * model.experts / layout.ep) * issue
         work = b.compute * c.stack
         host_bound |= host > work
         # The exchange waits for counts on the host, which cannot run ahead of the device.
@@ -193,7 +193,7 @@ def train_step(
             parts[name] += seconds * repeated
         if model.dense:
             b = block(p, model, layout, tokens, seq, pass_, dense=True)
-            plain += repeated * speed * max(b.compute * c.stack, host)
+            plain += repeated * speed * max(b.compute * c.stack, c.host_us * issue)
     layers = model.layers + model.mtp
     body = layer * (layers - model.dense) + plain * model.dense
     vocab = model.vocab / layout.tp
