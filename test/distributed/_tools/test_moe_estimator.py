@@ -131,10 +131,8 @@ class TestConfig(TestCase):
         self.assertEqual({k: getattr(got, k) for k in want}, want)
         with self.assertRaisesRegex(ValueError, "neither a .config nor"):
             MoEConfig.from_module(nn.Linear(2, 2))
-        with self.assertRaisesRegex(
-            ValueError, "which fit D or F without an Embedding"
-        ):
-            MoEConfig.from_module(Experts())
+        got = MoEConfig.from_module(Experts())
+        self.assertEqual((got.d, got.f, got.gated), (64, 96, True))
         with self.assertRaisesRegex(ValueError, r"which fit no \(D, F\) with D = 32"):
             MoEConfig.from_module(nn.Sequential(nn.Embedding(9, 32), Experts()))
         with self.assertWarnsRegex(UserWarning, "several shapes; those of '0'"):

@@ -220,7 +220,8 @@ class MoEConfig:
         """From a module with a transformers configuration, or from the shapes of its
         expert weights (torchtitan's ``w1_EFD``, ``w2_EDF``, ``w3_EFD``, or ``nn.MoE``).
 
-        The module may be on the meta device or fake: only shapes are read.
+        The module may be on the meta device or fake: only shapes are read. Without a configuration, D is
+        that of the embedding; without one, where shapes leave it open, weights are (E, out, in).
         """
         weights = expert_weights(module)
         if (config := getattr(module, "config", None)) is not None:
@@ -319,17 +320,15 @@ def _possible_sizes(
 def _layer_sizes(
     name: str, shapes: list[tuple[int, ...]], d: int | None
 ) -> tuple[int, int, bool]:
-    """The only sizes of :func:`_possible_sizes`; else raises."""
+    """One of :func:`_possible_sizes`: without ``d``, of several the first weight is (E, out, in)."""
     sizes = _possible_sizes(shapes, d)
-    if len(sizes) != 1:
-        what = "no (D, F)" if not sizes else "D or F"
+    if len(sizes) > 1:
+        sizes = _possible_sizes(shapes, shapes[0][2])
+    if not sizes:
+        given = "" if d is None else f" with D = {d}"
         raise ValueError(
-            f"MoEConfig.from_module: {name!r} has weights of shapes {shapes}, which fit {what}"
-            + (
-                f" with D = {d}"
-                if d is not None
-                else " without an Embedding or a .config"
-            )
+            f"MoEConfig.from_module: {name!r} has weights of shapes {shapes}, which fit no "
+            f"(D, F){given}"
         )
     return sizes.pop()
 
