@@ -439,6 +439,8 @@ def main() -> None:
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--inductor", action="store_true")
     args = parser.parse_args()
+    if not args.csv.is_file():
+        parser.error(f"argument --csv: no file {str(args.csv)!r}")
     rows = scored(args.csv)
     if args.fit:
         constants = fit([r for r in rows if r["split"] == "calibration"])

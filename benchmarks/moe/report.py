@@ -60,9 +60,8 @@ def _file(text: str) -> pathlib.Path:
     return pathlib.Path(text)
 
 
-def _type_of(default: object) -> Callable[[str], object]:
-    """The type of an argument like ``default``."""
-    kind = type(default)
+def _parser_of(kind: type) -> Callable[[str], object]:
+    """The type of an argument, whose numbers are not negative."""
     if kind not in (int, float):
         return kind
 
@@ -90,15 +89,15 @@ def parse(doc: str | None, *, argv=None, **defaults: Any) -> argparse.Namespace:
     names = ("--out", "--json", "--output")
     parser.add_argument(*names, type=pathlib.Path, help="results, as JSON")
     for name, default in defaults.items():
-        kind: dict[str, Any] = {"default": default, "type": _type_of(default)}
+        kind: dict[str, Any] = {"default": default, "type": _parser_of(type(default))}
         if default is ...:
             kind = {"required": True, "type": _file}
         elif default is False:
             kind = {"action": "store_true"}
         elif isinstance(default, type):
-            kind = {"nargs": "*"} if default is list else {"type": default}
+            kind = {"nargs": "*"} if default is list else {"type": _parser_of(default)}
         elif isinstance(default, list):
-            kind |= {"nargs": "+", "type": _type_of(default[0])}
+            kind |= {"nargs": "+", "type": _parser_of(type(default[0]))}
         elif isinstance(default, dict):
             kind = {"nargs": "+", "choices": [*default], "default": [*default]}
         elif isinstance(default, tuple):
