@@ -221,7 +221,7 @@ class MoEConfig:
         expert weights (torchtitan's ``w1_EFD``, ``w2_EDF``, ``w3_EFD``, or ``nn.MoE``).
 
         The module may be on the meta device or fake: only shapes are read. Without a configuration, D is
-        that of the embedding; without one, where shapes leave it open, weights are (E, out, in).
+        that of the embedding if the weights have it, else weights are (E, out, in).
         """
         weights = expert_weights(module)
         if (config := getattr(module, "config", None)) is not None:
@@ -249,11 +249,7 @@ class MoEConfig:
             key=lambda m: m.num_embeddings,
             default=None,
         )
-        layer = module.get_submodule(name)
-        d = layer.embed_dim if isinstance(layer, torch.nn.MoE) else None
-        if d is None and embedding is not None:
-            d = embedding.embedding_dim
-        d, f, gated = _layer_sizes(name, shapes, d)
+        d, f, gated = _layer_sizes(name, shapes, embedding and embedding.embedding_dim)
         top_k = next(
             (int(v) for m in module.modules() for n in ("top_k", "k", "topk")
              if isinstance(v := getattr(m, n, None), int) and v > 0),
@@ -320,17 +316,13 @@ def _possible_sizes(
 def _layer_sizes(
     name: str, shapes: list[tuple[int, ...]], d: int | None
 ) -> tuple[int, int, bool]:
-    """One of :func:`_possible_sizes`: without ``d``, of several the first weight is (E, out, in)."""
-    sizes = _possible_sizes(shapes, d)
-    if len(sizes) > 1:
-        sizes = _possible_sizes(shapes, shapes[0][2])
-    if not sizes:
-        given = "" if d is None else f" with D = {d}"
-        raise ValueError(
-            f"MoEConfig.from_module: {name!r} has weights of shapes {shapes}, which fit no "
-            f"(D, F){given}"
-        )
-    return sizes.pop()
+    """One of :func:`_possible_sizes`: that of ``d``, else of a first weight (E, out, in)."""
+    for size in (d or shapes[0][2], shapes[0][2], None):
+        if sizes := _possible_sizes(shapes, size):
+            return sizes.pop()
+    raise ValueError(
+        f"MoEConfig.from_module: {name!r} has weights of shapes {shapes}, which fit no (D, F)"
+    )
 
 
 # Sizes as in the models' published configurations.
