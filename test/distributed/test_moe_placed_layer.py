@@ -1,6 +1,7 @@
 # Owner(s): ["oncall: distributed"]
 
 import copy
+import threading
 from unittest import mock
 
 from moe_placement import any_plan, place_experts
@@ -255,6 +256,19 @@ class TestPlacedLayer(TokenSwitchTest):
         levels = {level.group_name for level in layer._expert_parallel.switch.levels}
         self.assertNotIn(placed.exchange.group_name, levels)
         self.assertNotIn(placed.group_name, levels)
+        # What ranks meet for is sent by the thread that has the group.
+        maximum, met = Exchange._maximum, set()
+
+        def recorded(exchange, x):
+            met.add((exchange.group_name, threading.current_thread().name))
+            return maximum(exchange, x)
+
+        with mock.patch.object(Exchange, "_maximum", recorded):
+            layer(torch.randn(8, self.D)).sum().backward()
+        flies = {group: thread.startswith("moe_communication") for group, thread in met}
+        self.assertEqual(len(flies), len(met))  # no group has two threads
+        self.assertTrue(flies.pop(placed.exchange.group_name))
+        self.assertFalse(flies.pop(placed.group_name))
 
     def test_nothing_is_sent_where_it_does_not_pay(self):
         self.make_data()

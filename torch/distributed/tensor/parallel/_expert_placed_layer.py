@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn, Tensor
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed._local_tensor import LocalTensorMode
 from torch.distributed._moe.agreement import CheckedTokenSwitch
 from torch.distributed._moe.exchange import Exchange, meet, MEETS_FOR
@@ -64,6 +63,7 @@ class PlacedLayer:
         self.home = home
         # Flights have their own group; their thread does not send counts and loads.
         self.group_name = group.group_name
+        self.counts = Exchange(group, home.num_experts, None, level="counts")
         self.exchange = Exchange(group, home.num_experts, None, level="experts")
         self.levels = (self.exchange,)  # for count_wire_bytes
         self.fetcher = Fetcher(self.exchange, owner.wire_dtype, owner.keep)
@@ -122,7 +122,7 @@ class PlacedLayer:
                 switch._agreed.discard((name,))
                 switch._must_agree(**{name: self.plan.checksum()})
                 self.is_loaded = False
-            self.exchange.owner = switch.levels[0].owner
+            self.counts.owner = self.exchange.owner = switch.levels[0].owner
         if torch.compiler.is_compiling():
             # This never happens. Reading the text makes Dynamo guard on the whole plan, so all ranks
             # recompile together and reach torch._dynamo.config.recompile_limit together.
@@ -201,14 +201,12 @@ class PlacedLayer:
             )
         counts = self._counts(topk_indices).long()
         source = counts.new_empty(self.exchange.num_ranks, len(counts))
-        meet((self.exchange,), counts, "counts", {MEETS_FOR: 2 + self.index})
+        meet((self.counts,), counts, "counts", {MEETS_FOR: 2 + self.index})
+        operands = source.view(-1), counts
         gather = functools.partial(
-            dist.all_gather_into_tensor,
-            source.view(-1),
-            counts,
-            group=c10d._resolve_process_group(self.group_name),
+            dist.all_gather_into_tensor, *operands, group=self.counts.group
         )
-        self.exchange.named("counts", gather)
+        self.counts.named("counts", gather)
         # An activation checkpointing policy may keep results, which must not be overwritten.
         with _disable_current_modes():
             self.last_plan = found = self.planned(source.sum(0))
