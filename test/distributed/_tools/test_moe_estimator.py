@@ -173,6 +173,10 @@ class TestConfig(TestCase):
         config = {**QWEN3_30B, "decoder_sparse_step": 3, "mlp_only_layers": [0, 2]}
         got = MoEConfig.from_config(config)
         self.assertEqual((got.dense, got.dense_f), (48 - 15, 6144))
+        with self.assertRaisesRegex(
+            ValueError, "mlp_only_layers must be a list, got 3"
+        ):
+            MoEConfig.from_config({**config, "mlp_only_layers": 3})
 
     def test_bad_sizes(self):
         with self.assertRaisesRegex(ValueError, "k must be at most experts = 4, got 5"):

@@ -231,7 +231,7 @@ def _may_mix(x: Tensor) -> bool:
     process whose message has another size than expected. It never takes one kind of collective for
     another: ranks wait, and time out with errors that say where. So tokens and gradients are sent
     by all-to-all. Before them, forward has an all_gather, whose size is that of the group alone, and all
-    else an all_reduce of one number: a backward, a fetch, and what ranks compare or plan by.
+    else an all_reduce of two numbers: a backward, a fetch, and what ranks compare or plan by.
     """
     return x.device.type == "cpu" and local_tensor_mode() is None
 

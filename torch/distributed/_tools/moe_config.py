@@ -172,13 +172,13 @@ class MoEConfig:
         every = first(
             "layers", "decoder_sparse_step", "interleave_moe_layer_step", default=1
         )
-        plain = read("mlp_only_layers") or ()
+        plain, types = (read(key) or () for key in ("mlp_only_layers", "layer_types"))
+        for key, value in (("mlp_only_layers", plain), ("layer_types", types)):
+            if not isinstance(value, (list, tuple)):
+                raise ValueError(f"{where}: {key} must be a list, got {value!r}")
         dense = sum(
             i < leading or i in plain or (i + 1) % every > 0 for i in range(layers)
         )
-        types = read("layer_types") or ()
-        if not isinstance(types, (list, tuple)):
-            raise ValueError(f"{where}: layer_types must be a list, got {types!r}")
         sliding = sum(t == "sliding_attention" for t in types) / max(len(types), 1)
         window = first("seq", "sliding_window", default=0) if sliding else 0
         groups = first("experts", "n_group", default=0)
