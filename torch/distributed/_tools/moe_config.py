@@ -249,7 +249,9 @@ class MoEConfig:
             key=lambda m: m.num_embeddings,
             default=None,
         )
-        d, f, gated = _layer_sizes(name, shapes, embedding and embedding.embedding_dim)
+        d, f, gated = _layer_sizes(
+            name, shapes, embedding.embedding_dim if embedding else None
+        )
         top_k = next(
             (int(v) for m in module.modules() for n in ("top_k", "k", "topk")
              if isinstance(v := getattr(m, n, None), int) and v > 0),
