@@ -4,6 +4,7 @@
 import contextlib
 import io
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -241,6 +242,34 @@ class TestDemo(TestCase):
         lines = out.getvalue().splitlines()
         self.assertGreater(len(lines), 2)
         self.assertEqual(set(lines[1:]), {"Part: 1/2 of it"})
+
+    def test_arguments(self):
+        def refused(*words):
+            with (
+                contextlib.redirect_stderr(io.StringIO()) as said,
+                self.assertRaises(SystemExit),
+            ):
+                report.parse(
+                    "", argv=words, rounds=2, seed=0, table=report.existing_file
+                )
+            return said.getvalue()
+
+        with tempfile.TemporaryDirectory() as folder:
+            file = pathlib.Path(folder, "file.json")
+            file.write_text("1")
+            self.assertEqual(report.parse("", argv=["--out", str(file)]).out, file)
+            for out in (file / "x.json", "/proc/x.json"):
+                self.assertIn("--out: cannot write", refused("--out", str(out)))
+            self.assertEqual(file.read_text(), "1")
+            for name in ("new", "new.d/", "."):
+                out = pathlib.Path(folder, name)
+                found = report.parse("", argv=["--out", str(out)], name="a.json").out
+                self.assertEqual(found, out / "a.json")
+            self.assertEqual(sorted(os.listdir(folder)), ["file.json", "new", "new.d"])
+        for words in (("--rounds", "0"), ("--seed", "-1"), ("--seed", "nan")):
+            self.assertIn(f"argument {words[0]}", refused(*words))
+        self.assertIn("no file 'missing'", refused("--table", "missing"))
+        self.assertEqual(report.parse("", argv=["--seed", "0"], seed=1.0).seed, 0)
 
     def test_orders_of_experts_give_the_same(self):
         shape = shapes.QUICK_ROWS[0].shape

@@ -13,6 +13,7 @@ The same forecast for two threads, with the stream rate measured there, is compa
 """
 
 import json
+import pathlib
 import statistics
 
 from report import parse, show
@@ -32,12 +33,18 @@ def stream(rows: dict[str, dict]) -> float:
     return statistics.median(r["bound"]["stream_gb_per_second"] for r in rows.values())
 
 
+def rows_of(path: pathlib.Path) -> dict[str, dict]:
+    """Rows of cpu_ops.py by their ids."""
+    try:
+        rows = json.loads(path.read_text())["rows"]
+        return {row["id"]: row for row in rows if row["forms"] and row["bound"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"{path} has no rows of cpu_ops.py: {error!r}") from None
+
+
 def main() -> None:
     args = parse(__doc__, one=..., two=..., threads=64, bandwidth=0.8 * 460.8)
-    one, two = (
-        {row["id"]: row for row in json.loads(path.read_text())["rows"]}
-        for path in (args.one, args.two)
-    )
+    one, two = map(rows_of, (args.one, args.two))
     speedup = args.bandwidth / stream(one)
     rows, errors = [], []
     for name, row in one.items():

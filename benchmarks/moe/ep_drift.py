@@ -169,7 +169,7 @@ def main() -> None:
     show(title, rows, list(rows[0])[:12])
     save(args.out, steps=args.steps, rows=rows)
     if args.out:
-        plot(seen, args.out / "ep_drift.png")
+        plot(seen, args.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -153,7 +153,7 @@ def main() -> None:
     if args.out:
         result = {"provenance": provenance(), "seeds": args.seeds}
         write_json(result | {"balance": drift, "pays": paying}, args.out)
-        plot(paying, args.out / "ep_placement.png")
+        plot(paying, args.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

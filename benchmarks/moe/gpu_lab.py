@@ -61,7 +61,7 @@ from lab import checks, kernels, loading, summary, tuning
 from lab.jobs import Job, run_jobs
 from lab.layer import layer, use_plan
 from lab.loading import autotune, configs, launch
-from report import parse
+from report import existing_file, existing_folder, parse
 from shapes import GPU_SHAPES, make_operands, REHEARSAL, Shape, TUNING_SHAPES
 
 import torch
@@ -653,6 +653,7 @@ class Run:
 
     def rows(self) -> None:
         shapes = shapes_of(self.options)
+        reason = "no time was left"
         # A row that takes the process down is skipped by the next one.
         for _ in shapes:
             seconds = min(self.limit("rows"), self.budget.left() - RESERVE_S - NCU_S)
@@ -661,11 +662,12 @@ class Run:
                 break
             self.stage("rows", [self.job("rows", seconds)], self.add_rows)
             if len(self.report.get("rows", [])) == before:
+                reason = self.report["not_ok"].get("rows", {}).get("status", reason)
                 break
         rows = self.report.setdefault("rows", [])
         ran = {row["shape"]["name"] for row in rows}
         rows += (
-            {"shape": dataclasses.asdict(s), "failed": {"row": "no time was left"}}
+            {"shape": dataclasses.asdict(s), "failed": {"row": reason}}
             for s in shapes
             if s.name not in ran
         )
@@ -720,8 +722,8 @@ def main() -> int:
         __doc__,
         rehearse=False,
         tune=("", "all", *configs.KERNELS),
-        configs=pathlib.Path,  # that --tune rewrites
-        peers=pathlib.Path,  # a folder with the libraries of peers.py
+        configs=existing_file,  # that --tune rewrites
+        peers=existing_folder,  # with the libraries of peers.py
         compiled_peers=False,
         rounds=20,
         budget=520.0,  # seconds in all

@@ -324,12 +324,7 @@ def save(path: pathlib.Path | None, **fields: object) -> None:
 
 
 def write_json(fields: Mapping[str, object], path: pathlib.Path) -> None:
-    """Writes rounded numbers, with every list of numbers on one line, atomically.
-
-    In a folder, the file has the name of the running script.
-    """
-    if path.suffix != ".json":
-        path = path / pathlib.Path(sys.argv[0]).with_suffix(".json").name
+    """Writes rounded numbers, with every list of numbers on one line, atomically."""
 
     def one_line(numbers: re.Match[str]) -> str:
         return " ".join(numbers[0].split()).replace("[ ", "[")

@@ -395,9 +395,15 @@ def _fit_shared(rows, levels, shared, values, error) -> None:
 def scored(path: pathlib.Path) -> list[Row]:
     """Rows that the model has an answer for, with their split."""
     with open(HERE / "published.csv", newline="") as file:
-        known = {r["id"]: r["split"] for r in csv.DictReader(file)}
+        ours = csv.DictReader(file)
+        known = {r["id"]: r["split"] for r in ours}
     with open(path, newline="") as file:
-        rows = list(csv.DictReader(file))
+        given = csv.DictReader(file)
+        if missing := {*ours.fieldnames} - {"split", *(given.fieldnames or ())}:
+            raise SystemExit(
+                f"{path} lacks columns of published.csv: {sorted(missing)}"
+            )
+        rows = list(given)
     predict = Predictor()
     for r in rows:
         r["split"] = known.get(r["id"], "held out")
@@ -441,6 +447,8 @@ def main() -> None:
     args = parser.parse_args()
     if not args.csv.is_file():
         parser.error(f"argument --csv: no file {str(args.csv)!r}")
+    if args.json and not args.json.absolute().parent.is_dir():
+        parser.error(f"argument --json: no folder {str(args.json.parent)!r}")
     rows = scored(args.csv)
     if args.fit:
         constants = fit([r for r in rows if r["split"] == "calibration"])

@@ -264,7 +264,7 @@ def main() -> None:
     show("Sampled tokens, rollout against training", rows, columns)
     save(args.out, length=LENGTH, rows=rows)
     if args.out:
-        plot(rows, args.out / "replay.png")
+        plot(rows, args.out.with_suffix(".png"))
 
 
 def plot(rows: list[dict], path: pathlib.Path) -> None:

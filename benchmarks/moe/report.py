@@ -5,8 +5,10 @@ rich and matplotlib are imported at their use, as a bare GPU machine may lack bo
 
 import argparse
 import contextlib
+import errno
 import pathlib
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -54,56 +56,94 @@ def progress(title: str, total: int | None = None) -> Iterator[Callable[..., Non
         say()
 
 
-def _file(text: str) -> pathlib.Path:
+def existing_file(text: str) -> pathlib.Path:
+    """The type of an option whose value is a file that is there."""
     if not pathlib.Path(text).is_file():
         raise argparse.ArgumentTypeError(f"no file {text!r}")
     return pathlib.Path(text)
 
 
-def _parser_of(kind: type) -> Callable[[str], object]:
-    """The type of an argument, whose numbers are not negative."""
+def existing_folder(text: str) -> pathlib.Path:
+    """The type of an option whose value is a folder that is there."""
+    if not pathlib.Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"no folder {text!r}")
+    return pathlib.Path(text)
+
+
+def _parser_of(kind: type, least: int = 0) -> Callable[[str], object]:
+    """The type of an argument, whose numbers are not below ``least``."""
     if kind not in (int, float):
         return kind
 
     def number(text: str) -> object:
         value = kind(text)
-        if not value >= 0:
-            raise argparse.ArgumentTypeError(f"must not be negative, got {text}")
+        if not value >= least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
         return value
 
     number.__name__ = kind.__name__  # "invalid int value"
     return number
 
 
-def parse(doc: str | None, *, argv=None, **defaults: Any) -> argparse.Namespace:
+def _output(path: pathlib.Path, name: str) -> pathlib.Path:
+    """The file that ``--out`` names; raises OSError before any work if none can be written."""
+    if path.suffix != ".json" or path.is_dir():
+        path = path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
+    with tempfile.TemporaryFile(dir=path.parent):
+        return path
+
+
+def parse(
+    doc: str | None, *, argv=None, name: str | None = None, **defaults: Any
+) -> argparse.Namespace:
     """The command line of a script: ``--out FILE.json`` or a folder, and options by their defaults.
 
     Args:
+        name: of the output in a folder. Default: that of the script
         defaults: a list takes several values, a dict several of its keys, by default all. A tuple
             lists the allowed values, the default first. False is a switch. A type has no default.
-            Ellipsis is a file that must be given. Numbers are not negative.
+            A function is the type of a value that has no default. Ellipsis is a file that must be
+            given. Numbers are not negative, and integers whose
+            default is positive are at least 1.
     """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = ("--out", "--json", "--output")
     parser.add_argument(*names, type=pathlib.Path, help="results, as JSON")
-    for name, default in defaults.items():
-        kind: dict[str, Any] = {"default": default, "type": _parser_of(type(default))}
+    for option, default in defaults.items():
+        one = default[0] if isinstance(default, list) else default
+        least = int(type(one) is int and one > 0)
+        kind: dict[str, Any] = {
+            "default": default,
+            "type": _parser_of(type(one), least),
+        }
         if default is ...:
-            kind = {"required": True, "type": _file}
+            kind = {"required": True, "type": existing_file}
         elif default is False:
             kind = {"action": "store_true"}
         elif isinstance(default, type):
             kind = {"nargs": "*"} if default is list else {"type": _parser_of(default)}
         elif isinstance(default, list):
-            kind |= {"nargs": "+", "type": _parser_of(type(default[0]))}
+            kind |= {"nargs": "+"}
         elif isinstance(default, dict):
             kind = {"nargs": "+", "choices": [*default], "default": [*default]}
         elif isinstance(default, tuple):
             kind = {"choices": default, "default": default[0]}
-        parser.add_argument(f"--{name.replace('_', '-')}", **kind)
-    return parser.parse_args(argv)
+        elif callable(default):
+            kind = {"type": default}
+        parser.add_argument(f"--{option.replace('_', '-')}", **kind)
+    args = parser.parse_args(argv)
+    if args.out is not None:
+        name = name or pathlib.Path(sys.argv[0]).with_suffix(".json").name
+        try:
+            args.out = _output(args.out, name)
+        except OSError as error:
+            parser.error(f"argument --out: cannot write {args.out}: {error.strerror}")
+    return args
 
 
 @contextlib.contextmanager

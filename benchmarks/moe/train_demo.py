@@ -274,22 +274,29 @@ def show(result: dict) -> None:
 
 def main() -> int:
     args = report.parse(
-        __doc__, steps=int, seed=0, unfused=int, threads=int, quick=False
+        __doc__,
+        name="demo.json",
+        steps=int,
+        seed=0,
+        unfused=int,
+        threads=int,
+        quick=False,
     )
     if args.steps is not None and args.steps < 10:
         raise SystemExit("train_demo.py: --steps must be at least 10")
     if args.unfused is not None and args.unfused < 2:
         raise SystemExit("train_demo.py: --unfused must be at least 2")
-    out = args.out or pathlib.Path(__file__).resolve().parents[2] / "build" / "demo"
+    default = pathlib.Path(__file__).resolve().parents[2] / "build/demo/demo.json"
+    out = args.out or default
     if args.threads:
         torch.set_num_threads(args.threads)
     # A CUDA build of torch on a machine without a GPU warns on the first compilation.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     result = run_demo(args)
-    measure.write_json(result, out / "demo.json")
-    write_plot(result, out / "demo.png")
+    measure.write_json(result, out)
+    write_plot(result, out.with_suffix(".png"))
     show(result)
-    print(f"{result['seconds']:.0f} s; wrote {out}/demo.json and demo.png")
+    print(f"{result['seconds']:.0f} s; wrote {out} and {out.stem}.png")
     return 0 if all(check["passed"] for check in result["checks"]) else 1
 
 
