@@ -4,6 +4,7 @@
 import copy
 import io
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 from inspect import signature
 from unittest import mock
@@ -155,13 +156,47 @@ class TestMoeLora(TestCase):
             if form != "frozen":
                 adapt(layer, rank=4)
             if form == "kept":  # the parametrization alone
-                del layer.forward
+                del type(layer).forward
             with saved_for_backward(exclude=layer.parameters()) as saved:
                 y = layer(x.clone().requires_grad_())
             sizes[form] = nbytes(saved)
             del y
         self.assertLessEqual(sizes["lora"], 1.1 * sizes["frozen"])
         self.assertGreater(sizes["kept"], 1.5 * sizes["frozen"])
+
+    def test_shallow_copies_run_themselves(self):
+        # Those of nn.DataParallel, as of copy.copy, have another __dict__ and the same methods.
+        x, ran = torch.randn(7, 8, dtype=torch.float64), []
+        for merge in (False, True):
+            layer = make()
+            adapt(layer)
+            if merge:
+                for name in ("w_in", "w_out"):
+                    parametrize.remove_parametrizations(layer, name)
+                self.assertIs(type(layer), nn.MoE)
+                self.assertNotIn("forward", layer.__dict__)
+            replica = layer._replicate_for_data_parallel()
+            replica._parameters.update(layer._parameters)
+            replica._modules["router"] = copy.deepcopy(layer.router)
+            replica.router.register_forward_hook(lambda *_: ran.append(merge))
+            replica(x)
+        self.assertEqual(ran, [False, True])
+
+    @parametrize_test("copied", (False, True))
+    def test_replaced_forward(self, copied):
+        layer, x = make(), torch.randn(7, 8, dtype=torch.float64)
+        layer.forward = types.MethodType(
+            lambda self, x: -nn.MoE.forward(self, x), layer
+        )
+        adapt(layer)
+        with torch.no_grad():
+            expected = -nn.MoE.forward(layer, x)
+        model = copy.deepcopy(layer) if copied else layer
+        with saved_for_backward(exclude=model.parameters()) as saved:
+            self.assertEqual(model(x), expected)
+        self.assertFalse(any(t.shape == layer.w_in.shape for t in saved))
+        nn.init.zeros_(model.router.weight)
+        self.assertEqual(torch.equal(layer(x), expected), copied)
 
     @parametrize_test("use_reentrant", (False, True))
     def test_checkpoint(self, use_reentrant):
@@ -404,13 +439,16 @@ class TestMoeLora(TestCase):
     def test_errors(self):
         for options in (
             {"rank": 0},
+            {"rank": 2.5},
             {"rank": 2, "names": ["w"]},
             {"rank": 2, "names": ["b_in"]},
             {"rank": 2, "names": []},
             {"rank": 2, "names": "w_in"},
             {"rank": 2, "names": ["w_in", "w_in"]},
         ):
-            with self.assertRaisesRegex(ValueError, "add_lora: rank must be at least"):
+            with self.assertRaisesRegex(
+                ValueError, "add_lora: rank must be an integer"
+            ):
                 add_lora(make(bias=True), **options)
         with self.assertRaisesRegex(ValueError, "add_lora: .* it has .*weight"):
             add_lora(nn.Linear(2, 2), 1)

@@ -156,21 +156,23 @@ def _merging_again() -> Iterator[None]:
             _running.merged.clear()
 
 
-def _merging(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _merging(forward: Callable[..., Any], replaced: bool) -> Callable[..., Any]:
     """Returns a method with the name and the signature of ``forward``, that of a class.
 
-    Export reads the signature. pickle finds a bound method by its name, and so it finds the class's for a
-    module that was merged for good.
+    If the module has replaced it, that is called. Export reads the signature. pickle finds a bound method by its
+    name, and so it finds the class's for a module that was merged for good.
     """
 
     @functools.wraps(forward, assigned=("__name__",))
     def merging(module: Module, *args: Any, **kwargs: Any) -> Any:
-        forward = module.__dict__["_merged_forward"]
+        call = functools.partial(forward, module)
+        if replaced:
+            call = module.__dict__["_merged_forward"]
         # The compiler itself decides what to recompute, and torch.func allows no hooks.
         if torch.compiler.is_compiling() or not _hooks_are_allowed():
-            return forward(*args, **kwargs)
+            return call(*args, **kwargs)
         with _merging_again():
-            return forward(*args, **kwargs)
+            return call(*args, **kwargs)
 
     return merging
 
@@ -204,9 +206,9 @@ def add_lora(
         list[Parameter]: the new parameters, for an optimizer: a and b of each name.
 
     Raises:
-        ValueError: a rank below 1, a name that is no 3-d parameter of the module, is adapted already or
-            is given twice, no such parameter, a distributed parameter, or a weight that has another
-            parametrization.
+        ValueError: a rank that is no integer of at least 1, a name that is no 3-d parameter of the
+            module, is adapted already or is given twice, no such parameter, a distributed
+            parameter, or a weight that has another parametrization.
 
     .. note::
         This describes eager mode: ``torch.compile`` itself decides what to save. Merged weights are saved
@@ -226,7 +228,9 @@ def add_lora(
     """
     own = dict(module.named_parameters(recurse=False))
     names = names if names is None or isinstance(names, str) else list(names)
+    adapted = False
     for name, parts in getattr(module, "parametrizations", {}).items():
+        adapted |= isinstance(parts[0], _LowRank)
         is_3d = any(p.dim() == 3 for p in parts.parameters(recurse=False))
         wanted = is_3d if names is None else name in names
         if wanted and not isinstance(parts[0], _LowRank):
@@ -237,10 +241,11 @@ def add_lora(
     if names is None:
         names = [name for name, p in own.items() if p.dim() == 3]
     wrong = isinstance(names, str) or len({*names}) < len(names) or not names
-    if rank < 1 or wrong or any(n not in own or own[n].dim() != 3 for n in names):
+    wrong = wrong or not isinstance(rank, int) or rank < 1
+    if wrong or any(n not in own or own[n].dim() != 3 for n in names):
         raise ValueError(
-            "add_lora: rank must be at least 1, and names a list of different 3-d parameters of the "
-            f"module itself, got rank={rank}, names={names!r}; it has "
+            "add_lora: rank must be an integer of at least 1, and names a list of different 3-d "
+            f"parameters of the module itself, got rank={rank}, names={names!r}; it has "
             f"{[(name, tuple(p.shape)) for name, p in own.items()]}, and has adapted "
             f"{[*getattr(module, 'parametrizations', ())]} already"
         )
@@ -256,8 +261,12 @@ def add_lora(
         low_rank = _LowRank(weight, rank, 1.0 if alpha is None else alpha / rank)
         parametrize.register_parametrization(module, name, low_rank)
         found += [low_rank.a, low_rank.b]
-    if "_merged_forward" not in module.__dict__:  # other names are already adapted
+    # register_parametrization made it for the module, and its copies share it.
+    kind = type(module)
+    if "forward" not in module.__dict__:
+        if not adapted:
+            kind.forward = _merging(kind.forward, replaced=False)
+    elif "_merged_forward" not in module.__dict__:
         module.__dict__["_merged_forward"] = module.forward
-        merging = _merging(type(module).forward)
-        module.forward = types.MethodType(merging, module)
+        module.forward = types.MethodType(_merging(kind.forward, replaced=True), module)
     return found
