@@ -104,6 +104,17 @@ class TestMoeOnnx(TestCase):
 
         self._same(Call(function, **weights), inputs)
 
+    @parametrize("normalize", (True, False))
+    def test_topk_of_low_scores(self, normalize):
+        def function(logits):
+            return F.moe_topk(logits, 3, score="sigmoid", normalize=normalize)
+
+        def inputs(num_tokens):
+            low = -torch.linspace(15, 110, max(num_tokens, 1))[:num_tokens]
+            return (low[:, None] - torch.rand(num_tokens, 8).mul(30).round(),)
+
+        self._same(Call(function), inputs)
+
     def _routed(self, num_tokens):
         ids = torch.randint(-1, E + 1, (num_tokens, K))
         ids[:, 0] = ids[:, 0].clamp(max=1)  # experts without tokens

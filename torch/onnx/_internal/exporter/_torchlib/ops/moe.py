@@ -74,7 +74,9 @@ def aten__moe_topk(
     if score == "softmax":
         scores = op18.Softmax(scores, axis=-1)
     else:
-        scores = op18.Sigmoid(scores)
+        # ONNX Runtime's Sigmoid is 0 below -18, where all experts would be equally good.
+        one = op18.Cast(op18.Constant(value_float=1.0), to=dtype)
+        scores = op18.Reciprocal(op18.Add(op18.Exp(op18.Neg(scores)), one))
     choice = scores
     if bias is not None:
         choice = op18.Add(scores, op18.Cast(bias, to=dtype))
@@ -99,8 +101,11 @@ def aten__moe_topk(
     topk_weights = op18.GatherElements(scores, topk_indices, axis=-1)
     if normalize:
         total = op18.ReduceSum(topk_weights, [-1])
-        tiny = op18.Cast(op18.Constant(value_float=1e-20), to=dtype)
-        topk_weights = op18.Div(topk_weights, op18.Add(total, tiny))
+        # Over total + 1e-20, with both times 2^66: the optimizer takes 1e-20 for zero.
+        power = op18.Cast(op18.Constant(value_float=2.0**66), to=dtype)
+        tiny = op18.Cast(op18.Constant(value_float=2.0**66 * 1e-20), to=dtype)
+        total = op18.Add(op18.Mul(total, power), tiny)
+        topk_weights = op18.Div(op18.Mul(topk_weights, power), total)
     if scale != 1.0:
         factor = op18.Cast(op18.Constant(value_float=scale), to=dtype)
         topk_weights = op18.Mul(topk_weights, factor)
