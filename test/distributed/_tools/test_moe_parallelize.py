@@ -6,6 +6,7 @@ import copy
 import io
 import itertools
 import json
+import os
 import sys
 import tempfile
 import unittest
@@ -171,7 +172,9 @@ def train(model, micro_batches, ranks=1, steps=3, placement=None):
     return seen
 
 
-def train_under_torchrun():
+def train_under(launcher):
+    if launcher != "torchrun":
+        del os.environ["TORCHELASTIC_RUN_ID"]
     model, found = parallelize_moe(make_model(), **KW)
     world = found.parallel_dims()["world_size"]
     seen = train(model, found.micro_batches, ranks=world)
@@ -388,12 +391,13 @@ class TestApplied(GlooTest):
 
 @instantiate_parametrized_tests
 class TestPlanned(TestCase):
-    def test_torchrun_makes_the_ranks(self):
+    @parametrize("launcher", ["torchrun", "another"])
+    def test_a_launcher_makes_the_ranks(self, launcher):
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d",
             rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1,
         )  # fmt: skip
-        seen = elastic_launch(config, train_under_torchrun)()
+        seen = elastic_launch(config, train_under)(launcher)
         whole = train(make_model(), lambda ids: (ids,))
         self.assertEqual(seen, dict.fromkeys(range(2), (2, whole)))
 

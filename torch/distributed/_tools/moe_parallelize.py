@@ -10,6 +10,7 @@ do what they are told, and this module decides. :func:`.moe_plan.plan` chooses t
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any, cast, TYPE_CHECKING
 
 import torch
@@ -72,9 +73,9 @@ def parallelize_moe(
 ) -> tuple[nn.Module, Plan]:
     """Plans the parallel run of ``model`` on all ranks of this program, and applies it.
 
-    Collective over the default process group, which is made here under torchrun. The model must be
-    the same on all ranks, or on the meta device, and is changed in place. It is then trained as
-    on one rank, with :meth:`.Plan.micro_batches` of every batch.
+    Collective over the default process group, which is made here under torchrun or with WORLD_SIZE
+    in the environment. The model must be the same on all ranks, or on the meta device, and is
+    changed in place. It is then trained as on one rank, with :meth:`.Plan.micro_batches` of every batch.
 
     Args:
         model (nn.Module): has experts that ``ExpertParallel`` finds an adapter for.
@@ -131,7 +132,9 @@ def parallelize_moe(
     config = MoEConfig.from_module(model)
     if tp_plan is None:
         tp_plan = default_tp_plan(model)
-    if not dist.is_initialized() and dist.is_torchelastic_launched():
+    # Another launcher sets the environment, too, and a plan for one rank would be wrong there.
+    several = os.environ.get("WORLD_SIZE", "1") != "1"
+    if not dist.is_initialized() and (several or dist.is_torchelastic_launched()):
         dist.init_process_group()
     device = device_type()
     world = dist.get_world_size() if dist.is_initialized() else 1
