@@ -323,8 +323,8 @@ class MoE(Module):
     ) -> Tensor:
         """The routed and shared experts, which is all of the layer after the router.
 
-        :class:`~torch.distributed.tensor.parallel.ExpertParallel` replaces this method,
-        to send tokens to the ranks of their experts.
+        :class:`~torch.distributed.tensor.parallel.ExpertParallel` replaces this method, to send
+        tokens to the ranks of their experts, or ``run_routed`` if a subclass has this one.
         """
         output = self.run_routed(input, topk_indices, topk_weights)
         shared = self.run_shared(input)

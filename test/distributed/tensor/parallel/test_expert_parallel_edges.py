@@ -73,6 +73,26 @@ class GroupedExperts(nn.Module):
         return torch.einsum("rh,rdh->rd", hidden, self.w2[expert])
 
 
+class OwnRunExperts(nn.MoE):
+    def run_experts(self, input, topk_indices, topk_weights):
+        return input - 2 * super().run_experts(input, topk_indices, topk_weights)
+
+
+class OwnForward(nn.MoE):
+    def forward(self, input):
+        _, *routing = self.route(input)
+        return input - self.run_routed(input, *routing)
+
+
+class OwnShared(nn.MoE):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.dense = nn.Linear(D, D, dtype=self.w_in.dtype)
+
+    def run_shared(self, input):
+        return self.dense(input)
+
+
 @instantiate_parametrized_tests
 class TestEdges(GlooTest):
     def parallel(self, module, **options):
@@ -127,6 +147,13 @@ class TestEdges(GlooTest):
         with torch.inference_mode():
             x, mine = self.tokens(STEPS[0])
             self.assertEqual(model(x[mine]), whole(x)[mine])
+
+    @parametrize("options", OPTIONS)
+    @parametrize("cls", [OwnRunExperts, OwnForward, OwnShared])
+    def test_subclass(self, cls, options):
+        whole, model = self.pair(cls, **options)
+        for counts in STEPS[:2]:
+            self.check(model, whole, counts)
 
     @parametrize("options", OPTIONS)
     @parametrize("frozen", ["router", "experts"])

@@ -160,9 +160,7 @@ class MoEAdapter(ExpertAdapter):
         topk_weights: Tensor,
     ) -> Tensor:
         module = cast(nn.MoE, module)
-        shared = None
-        if module.shared_w_in is not None:
-            shared = functools.partial(module.run_shared, input)
+        shared = functools.partial(module.run_shared, input)
         return exchange(input, topk_indices, topk_weights, module.run_routed, shared)
 
     def takes_scaled(self, module: nn.Module) -> bool:
@@ -189,6 +187,35 @@ class MoEAdapter(ExpertAdapter):
                 "gate_interleaved=True, an activation without gate, or a mesh without "
                 "the tensor parallel dim"
             )
+
+
+class RoutedMoEAdapter(MoEAdapter):
+    """Subclasses of :class:`torch.nn.MoE` that replace what calls ``run_routed``.
+
+    Their code runs as it is, so shared experts don't overlap with communication.
+    """
+
+    method = "run_routed"
+
+    def matches(self, module: nn.Module) -> bool:
+        if not isinstance(module, nn.MoE):
+            return False
+        kind = type(module)
+        plain = (
+            kind.forward is nn.MoE.forward and kind.run_experts is nn.MoE.run_experts
+        )
+        return not plain or "run_experts" in module.__dict__
+
+    def run(
+        self,
+        module: nn.Module,
+        original: Callable[..., Any],
+        exchange: ExpertExchange,
+        input: Tensor,
+        topk_indices: Tensor,
+        topk_weights: Tensor,
+    ) -> Tensor:
+        return exchange(input, topk_indices, topk_weights, original)
 
 
 def _original(module: nn.Module, name: str) -> Any:
@@ -320,6 +347,7 @@ class GroupedExpertsAdapter(ExpertAdapter):
 
 #: Tried in this order by :class:`~torch.distributed.tensor.parallel.ExpertParallel`.
 DEFAULT_ADAPTERS: tuple[ExpertAdapter, ...] = (
+    RoutedMoEAdapter(),
     MoEAdapter(),
     GroupedExpertsAdapter(),
 )
