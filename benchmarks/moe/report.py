@@ -106,8 +106,7 @@ def parse(
         defaults: a list takes several values, a dict several of its keys, by default all. A tuple
             lists the allowed values, the default first. False is a switch. A type has no default.
             A function is the type of a value that has no default. Ellipsis is a file that must be
-            given. Numbers are not negative, and integers whose
-            default is positive are at least 1.
+            given. Numbers are not negative, and integers whose default is positive are at least 1.
     """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter

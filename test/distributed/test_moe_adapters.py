@@ -1,6 +1,8 @@
 # Owner(s): ["oncall: distributed"]
 """An adapter with an exchange of one rank gives the output of the module."""
 
+import types
+
 import torch
 from torch import nn
 from torch.distributed.tensor.parallel._expert_adapters import (
@@ -28,6 +30,11 @@ class GroupedExperts(nn.Module):
         counts = num_tokens_per_expert.tolist()
         scales = self.w1[:, 0, 0].repeat_interleave(torch.tensor(counts))
         return torch.cat([x[: sum(counts)] * scales[:, None], 0 * x[sum(counts) :]])
+
+
+class Squared(nn.MoE):
+    def run_experts(self, *args):
+        return super().run_experts(*args).square()
 
 
 class Recorder:
@@ -80,7 +87,14 @@ class TestAdapters(TestCase):
         def found(module):
             return [type(a).__name__ for a in DEFAULT_ADAPTERS if a.matches(module)]
 
-        self.assertEqual(found(nn.MoE(D, H, E, K)), ["MoEAdapter"])
+        layer = nn.MoE(D, H, E, K)
+        self.assertEqual(found(layer), ["MoEAdapter"])
+        add_lora(layer, 2)
+        self.assertEqual(found(layer), ["MoEAdapter"])
+        replaced = nn.MoE(D, H, E, K)
+        replaced.forward = types.MethodType(nn.MoE.forward, replaced)
+        for layer in (Squared(D, H, E, K), replaced):
+            self.assertEqual(found(layer), ["RoutedMoEAdapter", "MoEAdapter"])
         self.assertEqual(found(GroupedExperts()), ["GroupedExpertsAdapter"])
         self.assertEqual(found(nn.Linear(D, H)), [])
         adapted = GroupedExperts()

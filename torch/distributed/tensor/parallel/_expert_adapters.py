@@ -11,6 +11,7 @@ R rows = copies of tokens in expert order, M rows that a rank received.
 from __future__ import annotations
 
 import functools
+import inspect
 from abc import ABC, abstractmethod
 from typing import Any, cast, Protocol, TYPE_CHECKING
 
@@ -31,6 +32,7 @@ __all__ = [
     "Experts",
     "GroupedExpertsAdapter",
     "MoEAdapter",
+    "RoutedMoEAdapter",
 ]
 
 
@@ -201,10 +203,9 @@ class RoutedMoEAdapter(MoEAdapter):
         if not isinstance(module, nn.MoE):
             return False
         kind = type(module)
-        plain = (
-            kind.forward is nn.MoE.forward and kind.run_experts is nn.MoE.run_experts
-        )
-        return not plain or "run_experts" in module.__dict__
+        forward = inspect.unwrap(kind.forward)  # add_lora wraps it
+        plain = forward is nn.MoE.forward and kind.run_experts is nn.MoE.run_experts
+        return not plain or not {"forward", "run_experts"}.isdisjoint(module.__dict__)
 
     def run(
         self,
