@@ -162,6 +162,8 @@ class MoEAdapter(ExpertAdapter):
         topk_weights: Tensor,
     ) -> Tensor:
         module = cast(nn.MoE, module)
+        if self.method == "run_routed":
+            return exchange(input, topk_indices, topk_weights, original)
         shared = functools.partial(module.run_shared, input)
         return exchange(input, topk_indices, topk_weights, module.run_routed, shared)
 
@@ -206,17 +208,6 @@ class RoutedMoEAdapter(MoEAdapter):
         forward = inspect.unwrap(kind.forward)  # add_lora wraps it
         plain = forward is nn.MoE.forward and kind.run_experts is nn.MoE.run_experts
         return not plain or not {"forward", "run_experts"}.isdisjoint(module.__dict__)
-
-    def run(
-        self,
-        module: nn.Module,
-        original: Callable[..., Any],
-        exchange: ExpertExchange,
-        input: Tensor,
-        topk_indices: Tensor,
-        topk_weights: Tensor,
-    ) -> Tensor:
-        return exchange(input, topk_indices, topk_weights, original)
 
 
 def _original(module: nn.Module, name: str) -> Any:
