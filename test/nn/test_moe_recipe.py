@@ -145,6 +145,10 @@ class TestMeasured(TestCase):
         _, of_float = select_recipe(layer.float(), "cpu", tokens=40, seconds=0.0)
         self.assertRegex(of_float, r"against float32 [\d.]+ ms")
         layer.bfloat16()
+        other = torch.nn.Conv1d(2, 2, 1)
+        model = torch.nn.Sequential(other, layer)
+        _, of_bfloat16 = select_recipe(model, "cpu", tokens=40, seconds=0.0)
+        self.assertRegex(of_bfloat16, r"bfloat16 [\d.]+ ms")
         # Each candidate runs once where there is no budget for more.
         # Its tensors are not on the default device.
         wrapped = mock.patch.object(F, "moe_mlp", wraps=F.moe_mlp)

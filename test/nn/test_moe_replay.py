@@ -252,6 +252,26 @@ class TestMoeReplay(TestCase):
             self.assertIsInstance(router(x, need_routing=True), tuple)
         self.assertEqual(router(x, need_routing=True)[2], record["0"].long())
 
+        class Asks(Router):
+            def forward(self, input, *, need_routing=True, topk_indices=None):
+                return super().forward(
+                    input, need_routing=need_routing, topk_indices=topk_indices
+                )
+
+        class Forgets(Router):
+            def forward(self, input, *, need_routing=False, topk_indices=None):
+                return super().forward(input, topk_indices=topk_indices)
+
+        with record_routing(router := Asks()):
+            self.assertIsInstance(router(x), tuple)
+        with record_routing(router):
+            self.assertIsInstance(router(x, need_routing=False), torch.Tensor)
+        with (
+            record_routing(router := Forgets()),
+            self.assertRaisesRegex(RuntimeError, "'' must return .* got Tensor"),
+        ):
+            router(x)
+
     @parametrize("num_experts", (127, 128, 32767, 32768))
     def test_smallest_dtype(self, num_experts):
         model = nn.Sequential(Router(num_experts=num_experts))

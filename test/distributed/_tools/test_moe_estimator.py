@@ -135,6 +135,12 @@ class TestConfig(TestCase):
         self.assertEqual((got.d, got.f, got.gated), (64, 96, True))
         got = MoEConfig.from_module(nn.Sequential(nn.Embedding(9, 32), Experts()))
         self.assertEqual((got.d, got.f), (64, 96))
+        conv = nn.Conv1d(4, 4, 3)
+        conv.k = 3
+        experts = Experts()
+        experts.extra = nn.Parameter(torch.empty(3, 8, 8))
+        got = MoEConfig.from_module(nn.Sequential(conv, experts))
+        self.assertEqual((got.d, got.f, got.experts, got.k), (64, 96, 16, 4))
         odd = nn.ParameterList([torch.empty(4, 8, 5), torch.empty(4, 7, 3)])
         with self.assertRaisesRegex(ValueError, r"'' has weights .* fit no \(D, F\)"):
             MoEConfig.from_module(odd)

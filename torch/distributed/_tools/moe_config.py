@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -252,8 +252,13 @@ class MoEConfig:
         d, f, gated = _layer_sizes(
             name, shapes, embedding.embedding_dim if embedding else None
         )
+        path = name.split(".")
+        # Of the experts, what is around them, what is around that: other modules have a k, too.
+        nearest = (
+            module.get_submodule(".".join(path[:i])) for i in range(len(path), -1, -1)
+        )
         top_k = next(
-            (int(v) for m in module.modules() for n in ("top_k", "k", "topk")
+            (int(v) for outer in nearest for m in outer.modules() for n in ("top_k", "k", "topk")
              if isinstance(v := getattr(m, n, None), int) and v > 0),
             1,
         )  # fmt: skip
@@ -287,13 +292,15 @@ def expert_weights(model: torch.nn.Module) -> dict[str, list[tuple[int, ...]]]:
                 held[weight] = max(held.get(weight, ()), tuple(q.shape), key=math.prod)
     for name in [n for n, held in found.items() if n and len(held) == 1]:
         found[name.rpartition(".")[0]][name] = next(iter(found.pop(name).values()))
-    shapes = {name: [*held.values()] for name, held in found.items()}
+    shapes = {}
+    for name, held in found.items():
+        # A subclass may have other parameters of three dimensions.
+        rows = Counter(shape[0] for shape in held.values()).most_common(1)[0][0]
+        shapes[name] = [shape for shape in held.values() if shape[0] == rows]
     return {
         name: s
         for name, s in shapes.items()
-        if len(s) > 1
-        and len({shape[0] for shape in s}) == 1
-        and (s[0][0] > 1 or _possible_sizes(s))
+        if len(s) > 1 and (s[0][0] > 1 or _possible_sizes(s))
     }
 
 

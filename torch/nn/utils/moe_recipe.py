@@ -135,11 +135,12 @@ def select_recipe(
 
 def _layer_of(config: Any, tokens: int, ep: int) -> tuple[_Layer, bool]:
     """The layer of a rank, and whether it has gate and up projections."""
-    from torch.distributed._tools.moe_config import MoEConfig
+    from torch.distributed._tools.moe_config import expert_weights, MoEConfig
 
     dtype = torch.bfloat16
     if isinstance(config, torch.nn.Module):
-        dtype = next((p.dtype for p in config.parameters() if p.dim() == 3), dtype)
+        experts = config.get_submodule(next(iter(expert_weights(config)), ""))
+        dtype = next((p.dtype for p in experts.parameters() if p.dim() == 3), dtype)
         if dtype not in _DTYPES:
             raise ValueError(
                 f"select_recipe: parameters must be of {', '.join(map(str, _DTYPES))}, got {dtype}"

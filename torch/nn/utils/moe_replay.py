@@ -295,14 +295,22 @@ def record_routing(model: Module) -> Iterator[dict[str, Tensor]]:
         ...     model(x + 0.1).sum().backward()
     """
     record: dict[str, Tensor] = {}
-    asked: dict[str, bool] = {}
+    asked: dict[str, Any] = {}
 
     def hooks(name: str) -> tuple[Any, Any]:
         def ask(module: Module, args: Any, kwargs: dict[str, Any]) -> Any:
-            asked[name] = kwargs.get("need_routing", False)
+            given = inspect.signature(type(module).forward).parameters.get(
+                "need_routing"
+            )
+            asked[name] = kwargs.get("need_routing", given and given.default is True)
             return args, kwargs | {"need_routing": True}
 
         def keep(module: Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+            if not isinstance(output, tuple) or len(output) != 3:
+                raise RuntimeError(
+                    f"record_routing: {name!r} must return (output, logits, topk_indices) with "
+                    f"need_routing=True, got {type(output).__name__}"
+                )
             y, logits, topk_indices = output
             if not _is_recomputed():
                 if name in record:
