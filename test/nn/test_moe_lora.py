@@ -182,6 +182,22 @@ class TestMoeLora(TestCase):
             replica(x)
         self.assertEqual(ran, [False, True])
 
+    def test_changed_in_an_outer_forward(self):
+        class Outer(nn.MoE):
+            def forward(self, x):
+                y = inner(x)
+                with torch.no_grad():
+                    inner.parametrizations.w_in[0].a.neg_()
+                return y, inner(x)
+
+        inner, x = make(), torch.randn(7, 8, dtype=torch.float64)
+        adapt(inner)
+        outer = Outer(8, 12, 6, 2, dtype=torch.float64)
+        adapt(outer)
+        y = outer(x)
+        self.assertEqual(y[1], inner(x))
+        self.assertNotEqual(y[0], y[1])
+
     @parametrize_test("copied", (False, True))
     def test_replaced_forward(self, copied):
         layer, x = make(), torch.randn(7, 8, dtype=torch.float64)

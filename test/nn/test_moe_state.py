@@ -182,6 +182,18 @@ class TestMoeState(TestCase):
         adapted |= {k: w for k, w in state.items() if k != "w_in"}
         with self.assertRaisesRegex(ValueError, "parametrized tensors may have exp"):
             merge_experts(adapted, [[0]])
+        for name, rows in (
+            ("router.bias", 1),
+            ("router.parametrizations.a", 1),
+            ("gain", E),
+        ):
+            other = state | {name: torch.ones(rows)}
+            with self.assertRaisesRegex(
+                ValueError, rf"or pass names, got \['{name}'\]"
+            ):
+                select_experts(other, [0])
+            names = [n for n in ("router.weight", "w_in", "w_out") if n in state]
+            self.assertIs(select_experts(other, [0], names=names)[name], other[name])
         with torch.device("meta"):  # where a user builds the next model
             merged = merge_experts(state, [[0, 1]])
         self.assertEqual(merged["w_in"], state["w_in"][:2].mean(0, keepdim=True))

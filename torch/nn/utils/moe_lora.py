@@ -48,7 +48,9 @@ class _LowRank(Module):
         if torch.compiler.is_compiling() or not _running.depth:
             return self.merge(weight, self.a, self.b)
         # Merges once, however often the weight is read.
-        key = id(weight), id(self.a), id(self.b), torch.is_grad_enabled()
+        parts = weight, self.a, self.b
+        versions = [-1 if t.is_inference() else t._version for t in parts]
+        key = (*map(id, parts), *versions, torch.is_grad_enabled())
         if key not in _running.known:
             # Read here, because the forward of a parallel module sees only the rank's own parts.
             merge = functools.partial(self.merge, a=self.a, b=self.b)
@@ -83,7 +85,7 @@ class _Running(threading.local):
 
     def __init__(self) -> None:
         self.depth = 0
-        self.known: dict[tuple[int, int, int, bool], _Known] = {}
+        self.known: dict[tuple[int, ...], _Known] = {}
         # Keyed by storage. No other tensor can have it while the merged weight is alive.
         self.merged: dict[int, _Known] = {}
 
@@ -156,16 +158,16 @@ def _merging_again() -> Iterator[None]:
             _running.merged.clear()
 
 
-def _merging(forward: Callable[..., Any], replaced: bool) -> Callable[..., Any]:
-    """Returns a method with the name and the signature of ``forward``, that of a class.
+def _merging(base: type[Module], replaced: bool) -> Callable[..., Any]:
+    """Returns a method with the name and the signature of ``forward`` of a class, which it calls.
 
-    If the module has replaced it, that is called. Export reads the signature. pickle finds a bound method by its
+    If the module has replaced it, that is called instead. Export reads the signature. pickle finds a bound method by its
     name, and so it finds the class's for a module that was merged for good.
     """
 
-    @functools.wraps(forward, assigned=("__name__",))
+    @functools.wraps(base.forward, assigned=("__name__",))
     def merging(module: Module, *args: Any, **kwargs: Any) -> Any:
-        call = functools.partial(forward, module)
+        call = functools.partial(base.forward, module)
         if replaced:
             call = module.__dict__["_merged_forward"]
         # The compiler itself decides what to recompute, and torch.func allows no hooks.
@@ -265,8 +267,8 @@ def add_lora(
     kind = type(module)
     if "forward" not in module.__dict__:
         if not adapted:
-            kind.forward = _merging(kind.forward, replaced=False)
+            kind.forward = _merging(kind.__bases__[0], replaced=False)
     elif "_merged_forward" not in module.__dict__:
         module.__dict__["_merged_forward"] = module.forward
-        module.forward = types.MethodType(_merging(kind.forward, replaced=True), module)
+        module.forward = types.MethodType(_merging(kind, replaced=True), module)
     return found

@@ -17,16 +17,31 @@ __all__ = ["merge_experts", "select_experts", "upcycle_mlp"]
 _NAMES = ("router.weight", "w_in", "w_up", "w_out", "b_in", "b_out", "balance_bias")
 
 
+def _may_have_experts(
+    state: Mapping[str, Tensor], key: str, prefix: str, keys: list[str]
+) -> bool:
+    """Whether a tensor that is not one of ``keys`` is of the layer's router, or has a row for each expert."""
+    name = key[len(prefix) :]
+    if not key.startswith(prefix) or key in keys or name.startswith("shared_w_"):
+        return False
+    rows = state[keys[0]].shape[:1] if keys else None
+    has_rows = "." not in name and getattr(state[key], "shape", ())[:1] == rows
+    return has_rows or name.startswith(("router.", "parametrizations."))
+
+
 def _stacked(
     function: str, state: Mapping[str, Tensor], prefix: str, names: Iterable[str] | None
 ) -> tuple[list[str], int]:
     """Keys whose tensors have experts in their first dimension, and how many experts."""
     if names is None:
         keys = [prefix + n for n in _NAMES if prefix + n in state]
-        if adapted := [k for k in state if k.startswith(prefix + "parametrizations.")]:
+        if others := [
+            key for key in state if _may_have_experts(state, key, prefix, keys)
+        ]:
             raise ValueError(
-                f"{function}: parametrized tensors may have experts, too; merge low-rank adapters "
-                f"with remove_parametrizations, or pass names, got {adapted} below the prefix {prefix!r}"
+                f"{function}: parametrized tensors may have experts, too, and so may others that torch.nn.MoE "
+                "does not have; merge low-rank adapters with remove_parametrizations, or pass names, got "
+                f"{others} below the prefix {prefix!r}"
             )
     else:
         keys = [prefix + n for n in names]
@@ -80,8 +95,8 @@ def select_experts(
 
     Raises:
         ValueError: ``state`` has no tensors of experts, their first dimensions differ, an id is
-            outside [0, E), or the layer has parametrizations and ``names`` does not say which
-            tensors have experts.
+            outside [0, E), or the layer has parametrizations, another router or tensors of its own
+            with E rows, and ``names`` does not say which tensors have experts.
 
     Example::
 
