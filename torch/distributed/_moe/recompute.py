@@ -162,8 +162,8 @@ def save_communication(
             :func:`~torch.utils.checkpoint.create_selective_checkpoint_contexts` for
             all other ops. Default: None (they are recomputed)
 
-    Under :func:`torch.compile`, a static switch sets its overflow counter inside the
-    region, which needs
+    Where :func:`torch.compile` traces the checkpoint, a layer sets attributes of its switch
+    inside the region, which needs
     ``torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True``.
 
     Example::

@@ -274,6 +274,9 @@ class MoE(Module):
     ) -> Tensor:
         """Weighted sum ``(*, D)`` of the experts that the router chose.
 
+        :class:`~torch.distributed.tensor.parallel.ExpertParallel` calls it with rows, ids and expert
+        weights of one rank, and with ``num_rows``, which an override must take.
+
         ``num_rows`` is a static bound of the rows, for a caller that knows one, as
         expert parallelism with a capacity does: slots that do not fit add nothing.
         ``input_scaled`` has the rows as they came over a wire in FP8, see
@@ -362,7 +365,8 @@ class MoE(Module):
     def _explain(self, error: NotImplementedError) -> None:
         """Adds a note on weights whose class does not implement the op, such as quantised tensors."""
         for name in ("w_in", "w_up", "w_out"):
-            kind = type(getattr(self, name))
+            weight = getattr(self, name)
+            kind = type(getattr(weight, "_local_tensor", weight))  # of a DTensor
             if kind not in (Parameter, Tensor, type(None)):
                 error.add_note(
                     f"{name} of MoE is a {kind.__name__}. If that has no torch._moe_mlp: its dequantize() "
@@ -394,3 +398,9 @@ class MoE(Module):
         if self.balance_bias is not None:
             parts.append("balance_bias=True")
         return ", ".join(parts)
+
+
+# ExpertParallel replaces only what it knows; a patch of the class is something else.
+_METHODS = {
+    name: getattr(MoE, name) for name in ("forward", "run_experts", "run_routed")
+}

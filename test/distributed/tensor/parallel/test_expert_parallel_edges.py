@@ -155,6 +155,56 @@ class TestEdges(GlooTest):
         for counts in STEPS[:2]:
             self.check(model, whole, counts)
 
+    def test_replaced_methods(self):
+        # As tracers and accelerate replace them: no bound method, or one of another object.
+        whole, _ = self.pair()
+        for name in ("forward", "run_experts", "run_routed"):
+            for kind in (
+                functools.partial,
+                lambda f: lambda *args, **kw: f(*args, **kw),
+            ):
+                layer = copy.deepcopy(whole)
+                replaced = kind(getattr(layer, name))
+                setattr(layer, name, lambda *args, f=replaced, **kw: -f(*args, **kw))
+                model = parallelize_module(
+                    layer, self.mesh(("ep",), 4), ExpertParallel()
+                )
+                x, mine = self.tokens(STEPS[0])
+                self.assertEqual(model(x[mine]), -whole(x)[mine], msg=name)
+        with mock.patch.object(
+            nn.MoE, "run_experts", lambda *args, f=nn.MoE.run_experts: -f(*args)
+        ):
+            model = self.parallel(whole)
+            self.assertEqual(model(x[mine]), whole(x)[mine])
+
+    def test_methods_without_forward(self):
+        whole, model = self.pair()
+        self.check(
+            model, whole, STEPS[0], lambda m, x: m.run_experts(x, *m.route(x)[1:])
+        )
+
+    def test_own_experts_are_refused(self):
+        # Each rank has some of the weights and ids of all experts.
+        class Loop(nn.MoE):
+            def run_experts(self, input, topk_indices, topk_weights):
+                return input @ self.w_out[0].T @ self.w_in[0]
+
+        class Function(nn.MoE):
+            def forward(self, input):
+                return F.moe_mlp(input, *self.route(input)[1:], self.w_in, self.w_out)
+
+        for cls in (Loop, Function):
+            _, model = self.pair(cls)
+            with self.assertRaisesRegex(RuntimeError, "mixed torch.Tensor and DTensor"):
+                model(torch.randn(3, D).double())
+
+    @parametrize("name", ["b_in", "b_out"])
+    def test_one_bias(self, name):
+        torch.manual_seed(0)
+        whole = nn.MoE(D, H, E, K, bias=True, dtype=torch.float64)
+        setattr(whole, name, None)
+        self.check(self.parallel(whole), whole, STEPS[0])
+
     @parametrize("options", OPTIONS)
     @parametrize("frozen", ["router", "experts"])
     def test_frozen(self, frozen, options):

@@ -19,6 +19,7 @@ import torch
 from torch import nn, Tensor
 from torch._guards import detect_fake_mode
 from torch.func import functional_call
+from torch.nn.modules.moe import _METHODS
 from torch.nn.utils import parametrize
 
 
@@ -147,7 +148,9 @@ class MoEAdapter(ExpertAdapter):
         dims: dict[str, int | None] = {"w_in": 1, "w_out": 2}
         module = cast(nn.MoE, module)
         if module.b_in is not None:
-            dims.update(b_in=1, b_out=None)
+            dims["b_in"] = 1
+        if module.b_out is not None:
+            dims["b_out"] = None
         if module.w_up is not None:
             dims["w_up"] = 1
         return dims
@@ -168,10 +171,11 @@ class MoEAdapter(ExpertAdapter):
         return exchange(input, topk_indices, topk_weights, module.run_routed, shared)
 
     def takes_scaled(self, module: nn.Module) -> bool:
-        # A subclass with its own experts may read the rows.
+        # A run_routed that is not MoE's own may read the rows.
         module = cast(nn.MoE, module)
-        plain = type(module).run_routed is nn.MoE.run_routed
-        return plain and module.recipe == "fp8_blockwise"
+        if type(module).run_routed is not _METHODS["run_routed"]:
+            return False
+        return "run_routed" not in module.__dict__ and module.recipe == "fp8_blockwise"
 
     def check_tensor_parallel(self, module: nn.Module) -> None:
         module = cast(nn.MoE, module)
@@ -205,9 +209,12 @@ class RoutedMoEAdapter(MoEAdapter):
         if not isinstance(module, nn.MoE):
             return False
         kind = type(module)
-        forward = inspect.unwrap(kind.forward)  # add_lora wraps it
-        plain = forward is nn.MoE.forward and kind.run_experts is nn.MoE.run_experts
-        return not plain or not {"forward", "run_experts"}.isdisjoint(module.__dict__)
+        methods = {
+            "forward": inspect.unwrap(kind.forward),  # add_lora wraps it
+            "run_experts": kind.run_experts,
+        }
+        plain = methods.items() <= _METHODS.items()
+        return not plain or not methods.keys().isdisjoint(module.__dict__)
 
 
 def _original(module: nn.Module, name: str) -> Any:

@@ -251,10 +251,13 @@ def _parallel_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if nested and region.adapter.method != "forward":
             # It calls the module, and so this function, on the values.
             return region.original["forward"](module, *args, **kwargs)
-    with _reparametrize_module(module, region.local_parameters(module)):
-        if region.adapter.method == "forward":
-            return _parallel_method(module, *args, **kwargs)
-        return region.original["forward"](module, *args, **kwargs)
+    inside = region.adapter.method != "forward"
+    run = region.original["forward"] if inside else _parallel_method
+    others = [n for n in region.grad_placements if n not in region.expert_names]
+    if not others:
+        return run(module, *args, **kwargs)
+    with _reparametrize_module(module, region.local_parameters(module, others)):
+        return run(module, *args, **kwargs)
 
 
 def _parallel_method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -262,7 +265,18 @@ def _parallel_method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     # Not a bound method, which torch.compile can't create.
     original = functools.partial(region.original[region.adapter.method], module)
     exchange = functools.partial(region.exchange, module)
-    return region.adapter.run(module, original, exchange, *args, **kwargs)
+    # Not in all of forward, where code of a subclass gets DTensors and not this rank's experts.
+    local = region.local_parameters(module, region.expert_names)
+    with _reparametrize_module(module, local):
+        return region.adapter.run(module, original, exchange, *args, **kwargs)
+
+
+def _unbound_method(module: nn.Module, name: str) -> Callable[..., Any]:
+    """A method, of the class or replaced on the module, as a function of the module."""
+    method = getattr(module, name)
+    if getattr(method, "__self__", None) is module:
+        return method.__func__
+    return lambda _, *args, **kwargs: method(*args, **kwargs)
 
 
 class ExpertParallel(ParallelStyle):
@@ -576,7 +590,7 @@ class ExpertParallel(ParallelStyle):
             mesh_of.get("tp"),
             mesh_of["ep"],
             {
-                name: getattr(module, name).__func__
+                name: _unbound_method(module, name)
                 for name in ("forward", adapter.method)
             },
         )
