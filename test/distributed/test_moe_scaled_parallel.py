@@ -193,7 +193,10 @@ class TestScaledParallel(GlooTest):
             seen.append((input, *input_scaled))
             return original(self, input, *args, input_scaled=input_scaled)
 
-        with mock.patch.object(nn.MoE, "run_routed", run_routed):
+        with (
+            mock.patch.object(nn.MoE, "run_routed", run_routed),
+            mock.patch.dict(nn.modules.moe._METHODS, run_routed=run_routed),
+        ):
             self.parallel(layer_of("fp8_blockwise"))(x[mine])
         ((rows, data, scale),) = seen
         self.assertEqual(rows.untyped_storage().nbytes(), rows.element_size())
