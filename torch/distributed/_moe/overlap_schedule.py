@@ -130,6 +130,11 @@ class OverlapSchedule:
         if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
             use_own_groups(switch)
         sizes = _chunk_sizes(tokens.shape[0], self.num_chunks)
+        if torch.compiler.is_compiling():
+            from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+            # Inside of the dispatch, an autograd.Function, Dynamo can't make a size a constant.
+            sizes = [1 if guard_or_false(size == 1) else size for size in sizes]
         ids = topk_indices.split(sizes)
         inputs = list(zip(tokens.split(sizes), topk_weights.split(sizes)))
         sent: list[Any] = [None] * self.num_chunks

@@ -210,6 +210,29 @@ class TestExpertParallelCompile(GlooTest):
             compiled = torch.compile(model, backend=backend, fullgraph=True)
             self.assertEqual(self.run_once(model, compiled, x), want)
 
+    def test_a_chunk_of_one_token(self):
+        """Another rank's recompilation makes sizes dynamic; then a chunk has a constant one."""
+
+        class Block(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear = nn.Linear(D, D, bias=False)
+                self.moe = nn.MoE(D, H, E, K, shared_hidden_dim=H, bias=True)
+
+            def forward(self, x):
+                x = x + self.linear(x)
+                return x + self.moe(x)
+
+        torch.manual_seed(0)
+        model = nn.Sequential(Block(), Block())
+        style = ExpertParallel(num_chunks=2, capacity=4 * T)
+        parallelize_module(model, self.mesh(("ep",), 2), {"*.moe": style})
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        for tokens, requires_grad in ((5, False), (7, True), (3, False)):
+            x = torch.randn(tokens + 2 * self.rank, D, requires_grad=requires_grad)
+            self.assertEqual(compiled(x), model(x))
+
     def test_one_rank_in_a_graph(self):
         """The comparison before a backward stays in the graph of the backward."""
         model = self.moe()
