@@ -400,7 +400,7 @@ class MoE(Module):
         return ", ".join(parts)
 
 
-# ExpertParallel replaces only what it knows; a patch of the class is something else.
+# As defined above. ExpertParallel compares with them, as it must not replace a patched method.
 _METHODS = {
     name: getattr(MoE, name) for name in ("forward", "run_experts", "run_routed")
 }

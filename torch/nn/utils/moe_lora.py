@@ -161,8 +161,8 @@ def _merging_again() -> Iterator[None]:
 def _merging(base: type[Module], replaced: bool) -> Callable[..., Any]:
     """Returns a method with the name and the signature of ``forward`` of a class, which it calls.
 
-    If the module has replaced it, that is called instead. Export reads the signature. pickle finds a bound method by its
-    name, and so it finds the class's for a module that was merged for good.
+    If ``replaced``, it calls the module's own forward instead. Export reads the signature. pickle finds a
+    bound method by its name, and so it finds the class's for a module that was merged for good.
     """
 
     @functools.wraps(base.forward, assigned=("__name__",))
@@ -263,7 +263,7 @@ def add_lora(
         low_rank = _LowRank(weight, rank, 1.0 if alpha is None else alpha / rank)
         parametrize.register_parametrization(module, name, low_rank)
         found += [low_rank.a, low_rank.b]
-    # register_parametrization made it for the module, and its copies share it.
+    # register_parametrization made this class for the module; copies of the module share it.
     kind = type(module)
     if "forward" not in module.__dict__:
         if not adapted:

@@ -20,7 +20,7 @@ _NAMES = ("router.weight", "w_in", "w_up", "w_out", "b_in", "b_out", "balance_bi
 def _may_have_experts(
     state: Mapping[str, Tensor], key: str, prefix: str, keys: list[str]
 ) -> bool:
-    """Whether a tensor that is not one of ``keys`` is of the layer's router, or has a row for each expert."""
+    """Whether the tensor at ``key`` is of the layer's router or has E rows, and is none of ``keys``."""
     name = key[len(prefix) :]
     if not key.startswith(prefix) or key in keys or name.startswith("shared_w_"):
         return False

@@ -211,7 +211,7 @@ class TestExpertParallelCompile(GlooTest):
             self.assertEqual(self.run_once(model, compiled, x), want)
 
     def test_a_chunk_of_one_token(self):
-        """Another rank's recompilation makes sizes dynamic; then a chunk has a constant one."""
+        """The number of tokens is dynamic from the second call on, and then a chunk has one token."""
 
         class Block(nn.Module):
             def __init__(self):

@@ -265,7 +265,8 @@ def _parallel_method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     # Not a bound method, which torch.compile can't create.
     original = functools.partial(region.original[region.adapter.method], module)
     exchange = functools.partial(region.exchange, module)
-    # Not in all of forward, where code of a subclass gets DTensors and not this rank's experts.
+    # Only here: a subclass that reads weights in its forward gets DTensors, which raise, and not
+    # the experts of this rank.
     local = region.local_parameters(module, region.expert_names)
     with _reparametrize_module(module, local):
         return region.adapter.run(module, original, exchange, *args, **kwargs)
